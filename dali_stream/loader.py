@@ -116,13 +116,15 @@ class Loader:
             such as 32 and 8 for 64 samples. A resumed run keeps the values of its state.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one, and the CPU
             otherwise. Default: "auto".
-        decode: "auto" for the faster of NVDEC and the CPU with torchcodec, which is measured for each camera, "torchcodec" for
-            the CPU, and "torchcodec-cuda" or "dali" for NVDEC. torchcodec uses NVDEC from version 0.17 on. Default: "auto".
+        decode: "auto" for NVDEC or the CPU with torchcodec: NVDEC if it decodes the video of a camera, unless `num_threads` is
+            greater than about 4 per NVDEC engine. "torchcodec" for the CPU, and "torchcodec-cuda" or "dali" for NVDEC.
+            torchcodec uses NVDEC from version 0.17 on. Default: "auto".
         num_threads: Number of threads that decode on the CPU, and maximum number of threads that decode on NVDEC. Default: the
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
         prefetch: Number of batches that are prepared ahead, at most those of an epoch. Default: enough to keep all threads
-            busy, from 2 to 16, and up to twice `num_threads` with more than 8 threads.
+            busy, at least 2. It exceeds 16 and twice `num_threads` only if the frames of these batches take at most 1/8 of
+            `memory_budget`.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
@@ -130,9 +132,9 @@ class Loader:
             the memory of the machine or cgroup, divided by the number of ranks on the machine, less 512 MiB for the process of
             the Loader and 256 MiB for each decode process.
         audit: Average number of samples per audit. If DALI decodes a camera, an audit decodes a sample with torchcodec as
-            well. If the frames differ by more than a tolerance, a DecodeError names file and frame. The first sample of each
-            file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch of frames
-            on the GPU. Default: 1000.
+            well. If the frames differ by more than a tolerance, a DecodeError names episode, frame and file. The first sample
+            of each file is always audited. 0 turns audits off. With a `dali_graph`, audits take the memory of another batch
+            of frames on the GPU. Default: 1000.
         last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
             smaller batch, and "pad" fills the batch with the first samples that the rank has in the epoch. Default: "drop".
         on_error: "raise", or "substitute" to replace a sample that cannot be read or decoded with another sample of its
@@ -147,6 +149,10 @@ class Loader:
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
             frames are added. Default: no limit, except for a folder in memory: a quarter of the memory of the machine or
             cgroup, and at most half of its file system.
+        gpu_cache: Memory of the GPU for decoded frames, in bytes or as a text such as "4GiB", in which 28,000 frames of 224×224
+            fit. Batches are then copied within the GPU, and frames that NVDEC decodes do not leave it. Depth stays in the
+            CPU's memory, and this process makes the batches. The memory is taken when batches start. Default: none, so
+            decoded frames are in the CPU's memory, within `memory_budget`.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
@@ -165,7 +171,7 @@ class Loader:
         ValueError: If an argument is invalid.
         DatasetError: See `Dataset`.
         MemoryBudgetError: If `memory_budget` does not hold one batch, or exceeds the memory of this machine or of the cgroup of
-            this process, or if the frames of the batches in progress need more memory than that.
+            this process, or if the frames of the batches in progress need more memory than that or than `gpu_cache`.
         DaliStreamError: If the Loader is made in a worker of a DataLoader, since each worker would deliver the same batches, or
             if a GPU, `dali_graph` or `decode="dali"` needs DALI, or a depth camera needs PyAV, and it cannot be imported.
     """
@@ -203,6 +209,7 @@ class Loader:
         max_substitutes: float = 1.0,
         frame_cache: str | os.PathLike[str] | None = None,
         frame_cache_bytes: int | str | None = None,
+        gpu_cache: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         in_process: bool | None = None,
@@ -236,6 +243,7 @@ class Loader:
             max_substitutes=max_substitutes,
             frame_cache=frame_cache,
             frame_cache_bytes=frame_cache_bytes,
+            gpu_cache=gpu_cache,
             in_process=in_process,
             decode_processes=decode_processes,
         )
@@ -479,7 +487,7 @@ class Loader:
         - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
         - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
         - `padded`, `substituted`, `audited`: Number of samples that were added as padding, substituted, and audited.
-        - `route_changes`: Number of times that torchcodec replaced the decoder of one or more cameras.
+        - `route_changes`: Number of times that the CPU continued with a camera, because NVDEC could not decode it.
 
         Memory in use, in bytes:
 
@@ -533,7 +541,7 @@ class Loader:
         - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
         - `requests`, `retries`, `failed_checksums`: Requests over the network, repeated requests, and damaged files of
           `cache_dir`. If `retries` is not small compared with `requests`, the network or the server fails.
-        - `substituted`, `route_changes`: Samples that were substituted, and replaced decoders.
+        - `substituted`, `route_changes`: Samples that were substituted, and cameras that moved from NVDEC to the CPU.
         - `evicted_early`, `indices_read_again`, `frames_evicted_before_use`: Blocks of encoded video, indices and decoded
           frames that memory_budget did not hold until their next use.
         - `row_bytes`, `index_bytes`, `encoded_bytes`, `decoded_bytes`, `resident_bytes`: Memory in use now, see `stats`.
@@ -789,6 +797,7 @@ def _has_own_process(config: Config, routes: Mapping[str, Route], stores: Iterab
         return False
     here = [key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
     reasons = [f"{routes[here[0]].decoder} decodes {listed(here)}"] if here else []
+    reasons += ["decoded frames are in the GPU's memory (gpu_cache)"] if config.gpu_cache is not None else []
     reasons += [f"the files of {store.address} are in its memory" for store in stores if store.in_memory]
     if reasons:
         _log.info("Loader: the batches are made in this process, since %s", reasons[0])

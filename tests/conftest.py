@@ -28,7 +28,14 @@ from support.videos import h264, recorded
 from dali_stream.demo import write_demo
 
 # Their fixtures are for all tests.
-pytest_plugins = ["support.doctor", "support.driver", "support.stores", "support.traces", "support.train"]
+pytest_plugins = [
+    "support.doctor",
+    "support.driver",
+    "support.gpu_machine",
+    "support.stores",
+    "support.traces",
+    "support.train",
+]
 
 SHARED = Path(__file__).parents[2] / "shared"
 

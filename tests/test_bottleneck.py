@@ -7,15 +7,15 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.servers import Server
+from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 from dali_stream import Dataset, Loader
-from dali_stream.decode import torchcodec_decoder
 from dali_stream.observe.counters import Counters
 from dali_stream.run.bottleneck import STAGES, Bottleneck, Setup, find
 from dali_stream.schedule.plan import Schedule
@@ -131,8 +131,8 @@ def test_nothing_is_said_of_no_time() -> None:
 
 def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"s": 100.0}  # of the wall and of the thread's CPU
-    monkeypatch.setattr("dali_stream.observe.counters.time.perf_counter", lambda: clock["s"])
-    monkeypatch.setattr("dali_stream.observe.counters.time.thread_time", lambda: clock["s"] / 2)
+    monkeypatch.setattr("time.perf_counter", lambda: clock["s"])
+    monkeypatch.setattr("time.thread_time", lambda: clock["s"] / 2)
     counters = Counters()
     with counters.timed("plan_s"):
         clock["s"] += 1
@@ -289,15 +289,16 @@ def test_the_training_process_plans_only_its_own_batches(demo: Path, monkeypatch
 
 @pytest.fixture
 def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decoded frame takes 5 ms more, whatever else the machine does."""
-    decode = torchcodec_decoder.decode_in_parts
+    """Each frame up to the last one of a clip takes 5 ms more, whatever else the machine does."""
+    decode = VideoDecoder.get_frames_at
 
-    def slow(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for part in decode(*arguments, **options):
-            time.sleep(part.decoded * 0.005)
-            yield part
+    def slow(decoder: VideoDecoder, indices: list[int]) -> Any:
+        last = getattr(decoder, "last", -1)  # frame of the part before
+        decoder.last = max(indices)
+        time.sleep(max(decoder.last - last, 0) * 0.005)
+        return decode(decoder, indices)
 
-    monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", slow)
+    monkeypatch.setattr(VideoDecoder, "get_frames_at", slow)
 
 
 def measured(dataset: Any, step_s: float = 0.0, **changed: Any) -> tuple[float, Bottleneck]:
@@ -317,7 +318,7 @@ def measured(dataset: Any, step_s: float = 0.0, **changed: Any) -> tuple[float, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("slow_decoding")
 def test_more_threads_are_recommended_and_help(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dali_stream.system.cpu.cores", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     before, limit = measured(h264_demo, num_threads=1)
     assert limit.stage == "decode"
     assert "num_threads=2" in limit.text

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from nvidia.dali.pipeline import Pipeline, StreamPolicy
+from nvidia.dali.pipeline import StreamPolicy
 from support.batches import as_bytes, check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
-from support.opened import open_all
+from support.gpu_machine import GpuMachine
 from support.servers import Server
-from torchcodec.decoders import VideoDecoder
 
-from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.decode import dali
-from dali_stream.decode.audit import COLOUR_TOLERANCE
-from dali_stream.demo import read_identities
-from dali_stream.observe.counters import Counters
-from dali_stream.system.workers import Workers
+from dali_stream import DecodeError, Loader
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
@@ -47,7 +40,7 @@ def test_dali_delivers_the_frames_that_torchcodec_delivers(vp9_demo: Path) -> No
             check_identities(first, camera, STEPS[camera], lengths)
             check_identities(second, camera, STEPS[camera], lengths)
             difference = as_bytes(first.pop(camera)).astype(int) - as_bytes(second.pop(camera))
-            assert 0 < np.abs(difference).mean() < COLOUR_TOLERANCE
+            assert 0 < np.abs(difference).mean() < 4  # they convert colours differently
         assert equal(first, second)
 
 
@@ -60,28 +53,18 @@ def test_dali_delivers_single_frames_and_repeated_ones(vp9_demo: Path) -> None:
         assert batch[SIDE].shape[1:] == (3, 128, 160)
 
 
-def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpu_machine")
+def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path) -> None:
     """The operator receives the frames in rising order, each once, and the order of a window's steps among them.
 
     FFmpeg takes the place of NVDEC, since no decoder of DALI takes H.264 on a CPU.
     """
-    monkeypatch.setattr(dali, "refusal", lambda *_: "")
-    dataset = Dataset(h264_demo)
-    episodes, opened = open_all(dataset)
-    episode = np.array([0, 1, 1, 0, 1])
-    # Neighbours, since samples and frames are in different orders only within a GOP.
-    frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
-    for number, key in enumerate(dataset.cameras):
-        decoder = dali.DaliDecoder(dataset.source, key, Counters(), None, (128, 160), None, False)
-        packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])
-        step = SimpleNamespace(packets={key: packets}, shown_in_episode={key: frames}, samples=SimpleNamespace(episode=episode))
-        clips = decoder.start(Workers("", 0), step, episodes, dataset.data_store)
-        for row, (clip, places, order, _) in enumerate(clips.packed):
-            assert (np.diff(places) > 0).all()
-            ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
-            shown = ffmpeg.get_frames_at(places.tolist()).data.numpy()[order]
-            expected = [(episode[row], frame, number) for frame in frames[row]]
-            np.testing.assert_array_equal(read_identities(shown), expected)
+    lengths = read_lengths(h264_demo)
+    steps = {TOP: [3, -2, 0, 1, -3, 2, -1, 0], SIDE: [0, 30, 1]}  # most are neighbours, which B-frames reorder
+    windows = {camera: [step / FPS for step in own] for camera, own in steps.items()}
+    for batch in batches_of(h264_demo, device="cuda", delta_timestamps=windows):
+        for camera in CAMERAS:
+            check_identities(batch, camera, steps[camera], lengths)
 
 
 @pytest.mark.slow
@@ -120,18 +103,12 @@ def test_files_of_several_codecs_in_one_camera(vp9_demo: Path, h264_demo: Path, 
     assert sorted(samples(batches)) == list(range(sum(lengths.values())))
     for batch in batches:
         check_identities(batch, SIDE, None, lengths)
-    with pytest.raises(DecodeError, match=rf'decode="dali": .*{other}: .*and not h264\. Use decode="auto" to continue'):
+    with pytest.raises(DecodeError, match=rf'episode \d+, frame \d+: .*{other}: .*and not h264\. Use decode="auto"'):
         batches_of(root)
 
 
-def test_all_operators_of_every_pipeline_share_one_stream(vp9_demo: Path) -> None:
+def test_all_operators_of_every_pipeline_share_one_stream(h264_demo: Path, gpu_machine: GpuMachine) -> None:
     """Until a GPU shows that more are safe: a decoder's buffers must not go to another operator while they are still read."""
-    policies = []
-
-    def look(nodes: dict[str, Any]) -> dict[str, Any]:
-        policies.append(Pipeline.current().stream_policy)
-        return nodes
-
-    batches_of(vp9_demo, dali_graph=look, last_batch="drop", batch_size=64)
-    policies.append(dali.pipeline(list, 1, None, 1, 1).stream_policy)
-    assert policies == [StreamPolicy.SINGLE] * 2
+    batches_of(h264_demo, device="cuda", last_batch="drop", batch_size=64)
+    assert len(gpu_machine.pipelines) == 3  # those of the trials of two cameras, and that of the Loader
+    assert {options["stream_policy"] for options in gpu_machine.pipelines} == {StreamPolicy.SINGLE}

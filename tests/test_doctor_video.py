@@ -16,10 +16,11 @@ import pytest
 from support.datasets import SIDE, TOP, VIDEO, copied
 from support.doctor import NO_DECODER, TORCHCODEC, bad, doctor, found, looked_at, run, shadows
 from support.driver import FakeDriver
+from support.gpu_machine import GpuMachine
 from support.programs import driver
 from support.videos import CAMERA, draw, encode, ffmpeg, h264, loader, shifted, vp9, write_dataset
 
-from dali_stream import Dataset, DecodeError
+from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.lerobot.info import INFO
 from dali_stream.tools.description import describe
 from dali_stream.tools.diagnosis import camera
@@ -279,3 +280,21 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     finding = findings[f"{TOP} timestamps"]
     assert "frames must be 64×64, as meta/info.json says, got 128×160. Set image_size=" in finding.text
     assert findings[SIDE].status == "ok"
+
+
+@pytest.mark.usefixtures("doctor_here")
+def test_the_cpu_in_place_of_nvdec_since_there_are_many_threads(
+    plain: Path, gpu_machine: GpuMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The route of a Loader on this machine, and no reason to encode the videos again."""
+    texts = []
+    for cores in (8, 9):
+        monkeypatch.setattr("dali_stream.system.cpu.cores", lambda cores=cores: cores)
+        gpu_machine.has("t4")
+        finding = found(doctor(plain), f"{CAMERA} on GPU 0")
+        assert (finding["status"], finding["remedy"]) == ("ok", "")
+        texts.append(finding["text"])
+        with Loader(plain, batch_size=1, device="cuda", num_threads=cores) as loader:
+            assert loader.routes[CAMERA].reason in finding["text"]
+    with_engines = "h264 420 8 bit of 128×160 with 2 engines, worth about 8 threads, and num_threads is"
+    assert texts == [f"NVDEC decodes {with_engines} 8", f"torchcodec: NVDEC would decode {with_engines} 9"]

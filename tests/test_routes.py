@@ -1,299 +1,313 @@
-"""The decoder that a camera gets, and what happens when a file in the middle of a run does not suit that decoder."""
+"""The decoder that each camera gets, and why, on a machine with GPUs (`support.gpu_machine`)."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import re
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
-from support import videos as video_data
+from support import videos
+from support.batches import equal
 from support.datasets import TOP, copied
-from support.opened import open_all
-from support.routes import let_nvdec_answer
+from support.gpu_machine import GpuMachine
 from support.slow import slow_after
-from support.tools import table_of
 
-import dali_stream
-from dali_stream.cache.indices import IndexCache
-from dali_stream.decode import capability as capability_module
-from dali_stream.decode import dali, refusal, route
-from dali_stream.decode.capability import Capability, DriverError
-from dali_stream.decode.decoder import RouteChange
-from dali_stream.decode.rate import Rates
-from dali_stream.decode.torchcodec import decode as decode_on_cpu
-from dali_stream.decode.trial import trial
-from dali_stream.mp4.boxes import box
-from dali_stream.mp4.format import PROFILES, VideoFormat, describe
-from dali_stream.mp4.index import VideoIndex, read_index
-from dali_stream.observe.counters import Counters
-from dali_stream.storage import Store, open_store
+from dali_stream import DecodeError, Loader
 
-H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
-AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
+_ADVICE = '. Use decode="auto", which takes torchcodec for such cameras'
 
 
-@pytest.fixture(autouse=True)
-def torchcodec_for_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the installed torchcodec one that may decode on NVDEC."""
-    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: "")
+def routes(root: Path, decode: str = "auto", device: str = "cuda", num_threads: int = 4) -> list[tuple[str, str]]:
+    """The different routes of the cameras: decoder and reason."""
+    with Loader(root, batch_size=1, device=device, decode=decode, num_threads=num_threads) as loader:
+        return sorted({(route.decoder, route.reason) for route in loader.routes.values()})
 
 
-def dali_refusal(video: VideoFormat, index: VideoIndex, store: Store) -> str:
-    """Why `decode="dali"` does not decode a file on a GPU. Empty if it does."""
+def refusal(root: Path, decode: str) -> str:
+    """Why a decoder on NVDEC refuses a dataset. The text is empty if it does not."""
     try:
-        found = route.choose("dali", 0, video, index, store)
+        routes(root, decode)
     except ValueError as error:
-        return str(error)
-    assert found.decoder == "dali"
+        return str(error).partition(f'decode="{decode}": ')[2].removesuffix(_ADVICE)
     return ""
 
 
-@pytest.fixture
-def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
-    """Four episodes of VP9, which DALI decodes on a CPU, in a folder of the test's own."""
-    return copied(written(episodes=4, size=(128, 160), codec="vp9", gop=12), tmp_path)
+def one_file(folder: Path, arguments: tuple[str, ...], size: tuple[int, int] = videos.SIZE, frames: int = 16) -> Path:
+    """A dataset of one episode in this encoding."""
+    return around(videos.encode(videos.draw((frames,), size=size), folder / "video.mp4", arguments), size, frames)
 
 
-@pytest.fixture
-def mixed(h264_demo: Path, vp9_copy: Path) -> Path:
-    """A dataset of VP9 whose last file of the top camera is H.264. On a CPU, DALI decodes only VP9."""
-    root = vp9_copy
-    *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
-    assert not last.name.endswith("-000.mp4")  # the first is still VP9
-    last.write_bytes((h264_demo / last.relative_to(root)).read_bytes())
-    return root
+def around(path: Path, size: tuple[int, int] = videos.SIZE, frames: int = 16) -> Path:
+    """A dataset of one episode, around a file."""
+    return videos.write_dataset(path.parent / "set", [path], [[frames]], size=size)
 
 
-FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
+# ----------------------------------------------------------------------- NVDEC or the CPU
 
 
-@pytest.fixture
-def store(h264_demo: Path) -> Store:
-    return open_store(str(h264_demo))
+@pytest.mark.parametrize(
+    ("gpu", "size", "worth"),
+    [("h100", (128, 160), 28), ("t4", (128, 160), 8), ("t4", (1080, 1920), 54), ("l4", (480, 640), 16)],
+)
+def test_auto_takes_nvdec_unless_there_are_many_threads_per_engine(
+    gpu: str, size: tuple[int, int], worth: int, tmp_path: Path, gpu_machine: GpuMachine
+) -> None:
+    """Large frames are slower on the CPU."""
+    gpu_machine.has(gpu)
+    root = one_file(tmp_path, videos.h264(2, b_frames=0), size, frames=4)
+    name = f"h264 420 8 bit of {size[0]}×{size[1]} with {engines_of(gpu)} engines, worth about {worth} threads"
+    assert routes(root, num_threads=worth) == [("torchcodec-cuda", f"NVDEC decodes {name}, and num_threads is {worth}")]
+    expected = f"NVDEC would decode {name}, and num_threads is {worth + 1}"
+    assert routes(root, num_threads=worth + 1) == [("torchcodec", expected)]
+    [(decoder, _)] = routes(root, "torchcodec-cuda", num_threads=worth + 1)
+    assert decoder == "torchcodec-cuda"
 
 
-@pytest.fixture
-def closed(store: Store) -> VideoIndex:
-    return read_index(store, FIRST)
+def engines_of(gpu: str) -> int:
+    return {"h100": 7, "t4": 2, "l4": 4}[gpu]
 
 
-def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store) -> None:
-    let_nvdec_answer(monkeypatch)
-    for decode, decoder in (("auto", "torchcodec-cuda"), ("dali", "dali")):
-        assert route.choose(decode, 0, H264, closed, store) == route.Route(decoder, "NVDEC decodes h264 420 8 bit of 480×640")
+def test_all_ranks_and_a_resumed_run_choose_the_same(h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    """Whatever the machine does meanwhile: each later decoder is slower than the one before."""
+    found, clips = set[str](), itertools.count(1)
+    gpu_machine.before_decoding = lambda frames: sum(range(next(clips) * 10_000))
+    for rank in (0, 1, 1, 0):
+        gpu_machine.has("h100", "h100")
+        with Loader(h264_demo, batch_size=8, device=f"cuda:{rank}", rank=rank, world_size=2, num_threads=2) as loader:
+            found |= {repr(route) for route in loader.routes.values()}
+    assert len(found) == 1
 
 
 def test_auto_says_what_to_install_where_torchcodec_must_not_use_nvdec(
-    monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
+    h264_demo: Path, demo: Path, vp9_demo: Path, gpu_machine: GpuMachine
 ) -> None:
     """Only `decode="dali"` decodes on NVDEC then. Files that NVDEC does not decode have their own reason."""
-    let_nvdec_answer(monkeypatch)
-    why = "on NVDEC, torchcodec must be 0.17 or later"
-    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda gpu: why)
-    assert route.choose("auto", 0, H264, closed, store) == route.Route("torchcodec", why)
-    assert route.choose("dali", 0, H264, closed, store).decoder == "dali"
-    let_nvdec_answer(monkeypatch, Capability(False, "no decoder"))
-    assert route.choose("auto", 0, H264, closed, store) == route.Route("torchcodec", "no decoder")
+    gpu_machine.installs("0.16.1", "13.0")
+    [(decoder, reason)] = routes(h264_demo)
+    assert decoder == "torchcodec"
+    assert reason.startswith("on NVDEC, torchcodec must be 0.17 or later")
+    assert routes(vp9_demo, "dali") == [("dali", "NVDEC decodes vp9 420 8 bit of 128×160")]
+    assert routes(demo) == [("torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit")]
+    assert gpu_machine.decoded == 0
 
 
-def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
-    monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
+@pytest.mark.usefixtures("gpu_machine")
+def test_a_gpu_without_the_decoder_leaves_it_to_the_cpu(demo: Path) -> None:
+    reason = "this GPU has no NVDEC decoder for av1 420 8 bit"
+    assert routes(demo) == [("torchcodec", reason)]
+    for decode in ("dali", "torchcodec-cuda"):
+        assert refusal(demo, decode) == reason
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_sizes_that_nvdec_does_not_take(tmp_path: Path) -> None:
+    root = one_file(tmp_path, videos.h264(12), (128, 136))
+    assert routes(root) == [("torchcodec", "128×136 is outside what NVDEC takes, 80×144 to 4096×4096")]
+
+
+def test_the_cpu_is_taken_when_asked_for(h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    assert routes(h264_demo, "torchcodec") == [("torchcodec", 'decode="torchcodec" asks for it')]
+    assert gpu_machine.devices == set()
+
+
+def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
+    h264_demo: Path, gpu_machine: GpuMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
-    assert route.choose("auto", 0, AV1, closed, store) == dali_stream.types.Route(
-        "torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit"
+    gpu_machine.has("h100", fails={"cuvidGetDecoderCaps": 100})
+    for _ in range(2):
+        [(decoder, reason)] = routes(h264_demo)
+        assert decoder == "torchcodec"
+        assert "--gpus all" in reason
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(
+        "The CPU decodes all videos, although GPU 0 is used: the driver answers CUDA_ERROR_NO_DEVICE (100)"
     )
-    with pytest.raises(ValueError, match="no NVDEC decoder for av1"):
-        route.choose("dali", 0, AV1, closed, store)
+    assert "--gpus all" in warning
 
 
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        (((48, 48), (400, 4096), 65536), "480×640 is outside what NVDEC takes, 48×48 to 400×4096"),
-        (((48, 48), (4096, 4096), 1000), "480×640 has 1200 macroblocks and NVDEC takes up to 1000"),
-    ],
-)
-def test_sizes_that_nvdec_does_not_take(
-    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
-) -> None:
-    let_nvdec_answer(monkeypatch, Capability(True, "", 1, *limits))
-    assert route.choose("auto", 0, H264, closed, store).reason == reason
+# ----------------------------------------------------------------------- the trial
 
 
-@pytest.mark.parametrize(
-    ("video", "table", "reason"),
-    [
-        ({"matrix": 1}, {}, "BT.709"),
-        ({"matrix": 7}, {}, "of matrix 7"),
-        ({"profile": 244}, {}, "h264 of profile 244"),
-        ({"codec": "hevc", "profile": 4}, {}, "hevc of profile 4"),
-        ({"chroma": "422"}, {}, "h264 422 8 bit"),
-        ({"depth": 10}, {}, "h264 420 10 bit"),
-        ({"height": 360}, {}, "360×640 is coded as 368×640 in h264"),
-        ({"width": 326}, {}, "480×326 is coded as 480×336 in h264"),
-        ({"height": 1080, "width": 1920}, {}, "`dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC"),
-        ({"codec": "mpeg4", "profile": None, "height": 360}, {}, "`dali-stream prepare URI OUT --codec hevc`"),
-        ({"codec": "hevc", "profile": 1, "height": 362}, {}, "362×640 is coded as 368×640 in hevc"),
-        ({}, {"open_gops": True}, "open GOPs"),
-        ({}, {"configs": (b"a", b"b")}, "2 sample descriptions"),
-        ({}, {"track_header": bytes(44)}, "rotated frames"),
-    ],
-)
-def test_what_dali_would_get_wrong_on_a_gpu_is_refused(
-    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
-) -> None:
-    let_nvdec_answer(monkeypatch)
-    refused = dali_refusal(dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
-    assert refused.startswith('decode="dali": ')
-    assert reason in refused
+def test_torchcodec_on_nvdec_is_compared_with_ffmpeg_before_a_camera_gets_it(plain: Path, gpu_machine: GpuMachine) -> None:
+    gpu_machine.change_frames = lambda frames: frames.flip(-1)
+    [(decoder, reason)] = routes(plain)
+    assert decoder == "torchcodec"
+    assert reason.startswith("torchcodec's first frames must differ from FFmpeg's by at most 4 of 255 on average, got ")
+    assert refusal(plain, "torchcodec-cuda") == reason
 
 
-@pytest.mark.parametrize(
-    ("codec", "height", "width"), [("h264", 368, 640), ("hevc", 360, 640), ("hevc", 1080, 1920), ("av1", 242, 326)]
-)
-def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
-    codec: str, height: int, width: int, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
-) -> None:
-    let_nvdec_answer(monkeypatch)
-    video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
-    assert not refusal.refusal(0, video, closed)
-    assert not refusal.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # only NVDEC needs it
+def test_a_later_keyframe_is_tried_as_well(plain: Path, gpu_machine: GpuMachine) -> None:
+    """In H.264 without IDR frames, NVDEC would deliver no frame of it."""
+    gpu_machine.change_frames = lambda frames: frames.flip(-1) if gpu_machine.clips == 2 else frames
+    [(decoder, reason)] = routes(plain)
+    assert decoder == "torchcodec"
+    assert "first frames must differ" in reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
-def test_hidden_frames_are_kept_from_nvdec(
-    codec: str, gop: int, hides: bool, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the file's first frames at the start, and of each clip: where only later ones have some, the route changes."""
-    let_nvdec_answer(monkeypatch)
-    kind = {} if (codec, gop) == ("av1", 2) else {"codec": codec, "gop": gop}
-    dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160) if codec == "vp9" else (120, 128), **kind))
-    table = read_index(dataset.data_store, FIRST)
-    refused = dali_refusal(describe(table.configs[0]), table, dataset.data_store)
-    assert (f"{codec} with hidden frames" in refused) == hides
-    assert hides or not refused
-
-    clips = packed(dataset, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
-    if not hides:
-        assert all(clip.frames.size == 1 for clip in clips.packed)
-        return
-    with pytest.raises(
-        RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* packet at byte \d+ has hidden frames"
+def test_dali_is_compared_with_ffmpeg_before_a_camera_gets_it(vp9_demo: Path, gpu_machine: GpuMachine) -> None:
+    for change, said in (
+        (lambda frames: frames.flip(-1), "DALI's first frames must differ from FFmpeg's by at most"),
+        (lambda frames: frames[:, 2:], r"must have shape \(128, 160, 3\), got \(126, 160, 3\)"),
     ):
-        next(task for task in clips.tasks if task.exception()).result()
+        gpu_machine.change_frames = change
+        assert re.search(said, refusal(vp9_demo, "dali"))
 
 
-def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
-    """The clips of a batch: frames (B, T) of episodes (B,)."""
-    camera = dali.DaliDecoder(dataset.source, key, Counters(), gpu, (128, 160), None, False)
-    episodes, opened = open_all(dataset)
-    packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
-    with ThreadPoolExecutor(2) as pool:
-        step = SimpleNamespace(packets={key: packets}, shown_in_episode={key: frame}, samples=SimpleNamespace(episode=episode))
-        return camera.start(pool, step, episodes, dataset.data_store)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("host")])
+def test_auto_takes_the_cpu_if_nvdec_cannot_be_tried(error: Exception, h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    def fail(frames: list[int]) -> None:
+        raise error
 
+    gpu_machine.before_decoding = fail
+    assert routes(h264_demo) == [("torchcodec", f"NVDEC could not be tried: {error}")]
+    with pytest.raises(type(error)):
+        routes(h264_demo, "torchcodec-cuda")
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -> None:
+    """The headers in a sample description of VP9 are not read."""
+    root = one_file(tmp_path, (*videos.vp9(12), "-bsf:v", "vp9_metadata=color_space=bt709"))
+    named = "its frames say that their colours are bt709, and "
+    assert refusal(root, "dali") == f"{named}DALI converts all as BT.601 on a GPU"
+    assert routes(root) == [("torchcodec", f"{named}NVDEC may not know the colours of vp9")]
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_the_trial_finds_hidden_frames_behind_the_first_ones(tmp_path: Path) -> None:
+    """In the second GOP, whose packets are not read before."""
+    parts = {"first.mp4": videos.vp9(300), "second.mp4": videos.vp9(300, hidden=True)}
+    for name, arguments in parts.items():
+        videos.encode(videos.draw((140,)), tmp_path / name, arguments)
+    (tmp_path / "parts.txt").write_text("".join(f"file '{name}'\n" for name in parts))
+    videos.ffmpeg("-f", "concat", "-i", tmp_path / "parts.txt", "-c", "copy", tmp_path / "video.mp4")
+    root = around(tmp_path / "video.mp4", frames=140)
+    assert "vp9 with hidden frames" in refusal(root, "dali")
+    assert refusal(root, "torchcodec-cuda") == ""
+
+
+def test_only_what_meets_the_conditions_is_tried(demo: Path, h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    routes(demo)
+    routes(h264_demo, num_threads=29)
+    assert gpu_machine.decoded == 0
+    routes(h264_demo)
+    assert gpu_machine.decoded > 0
+
+
+# ----------------------------------------------------------------------- what a file must be like
 
 MARKED_AS_709 = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box
-X265 = (*video_data.X265, "-pix_fmt", "yuv420p", "-x265-params")
+X265 = (*videos.X265, "-pix_fmt", "yuv420p", "-x265-params")
 CLOSED = "keyint=2:open-gop=0:bframes=0:log-level=none:min-cu-size="
-FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, encoder, why the route refuses it
-    "h264": ((128, 160), video_data.h264(12), ""),
-    "h264 without IDR frames": ((128, 160), video_data.h264_without_idr(), "h264 with keyframes that are not IDR frames: they"),
-    "h264, interlaced": ((128, 160), (*video_data.h264(12), "-flags", "+ildct+ilme", "-top", "1"), "interlaced h264 right"),
-    "h264, BT.709 in the VUI": ((128, 160), (*video_data.h264(12), *MARKED_AS_709), "the colours are those of BT.709"),
+PLAIN = videos.h264(12)
+FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, encoder, why DALI refuses it
+    "h264": ((128, 160), PLAIN, ""),
+    "h264 without IDR frames": ((128, 160), videos.h264_without_idr(), "h264 with keyframes that are not IDR frames: they"),
+    "h264, interlaced": ((128, 160), (*PLAIN, "-flags", "+ildct+ilme", "-top", "1"), "interlaced h264 right"),
+    "h264, BT.709 in the VUI": ((128, 160), (*PLAIN, *MARKED_AS_709), "the colours are those of BT.709"),
+    "h264, another matrix": (
+        (128, 160), (*PLAIN, "-bsf:v", "h264_metadata=matrix_coefficients=7"), "the colours are those of matrix 7"
+    ),
+    "h264 of profile 244": ((128, 160), videos.lossless(12), "h264 of profile 244"),
+    "h264, 4:2:2": ((128, 160), videos.h264(12, pixels="yuv422p"), "h264 422 8 bit right"),
+    "h264, 10 bit": ((128, 160), videos.h264(12, pixels="yuv420p10le"), "h264 420 10 bit right"),
+    "h264, open GOPs": ((128, 160), videos.h264(12, open_gop=True), "open GOPs"),
+    "h264, 360 lines": ((360, 640), PLAIN, "360×640 is coded as 368×640 in h264"),
+    "h264, 368 lines": ((368, 640), PLAIN, ""),
+    "h264, 326 columns": ((480, 326), PLAIN, "480×326 is coded as 480×336 in h264"),
+    "h264, 1080 lines": ((1080, 1920), PLAIN, "`dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC"),
+    "mpeg4, 360 lines": ((360, 640), videos.mpeg4(12), "`dali-stream prepare URI OUT --codec hevc`"),
     "hevc, blocks of 8": ((360, 640), (*X265, f"{CLOSED}8"), ""),
+    "hevc, blocks of 8, 1080 lines": ((1080, 1920), (*X265, f"{CLOSED}8"), ""),
+    "hevc, blocks of 8, 362 lines": ((362, 640), (*X265, f"{CLOSED}8"), "362×640 is coded as 368×640 in hevc"),
     "hevc, blocks of 16": ((360, 640), (*X265, f"{CLOSED}16"), "360×640 is coded as 368×640 in hevc"),
     "hevc, blocks of 32": ((360, 640), (*X265, f"{CLOSED}32"), "360×640 is coded as 384×640 in hevc"),
     "hevc, blocks of 16, 720 lines": ((720, 320), (*X265, f"{CLOSED}16"), ""),
     "hevc, blocks of 32, 720 lines": ((720, 320), (*X265, f"{CLOSED}32"), "720×320 is coded as 736×320 in hevc"),
     "hevc with CRA frames": ((128, 160), (*X265, f"{CLOSED}8:open-gop=1"), "hevc with keyframes that are not IDR frames: they"),
-    "av1": ((122, 150), video_data.av1(2), ""),
+    "hevc of profile 4": ((128, 160), (*X265, f"{CLOSED}8:keyint=1", "-profile:v", "main-intra"), "hevc of profile 4"),
+    "av1": ((122, 150), videos.av1(2), ""),
+    "av1 of 242×326": ((242, 326), videos.av1(2), ""),
+    "av1, hidden frames": ((128, 160), videos.av1(30), "av1 with hidden frames"),
     "av1 of odd size": (
         (121, 151), ("-c:v", "libaom-av1", "-cpu-used", "8", "-g", "1", "-pix_fmt", "yuv420p"), "even sizes, and not of 121×"
     ),
-    "vp9": ((122, 150), video_data.vp9(12), ""),
-    "vp9 of odd size": ((122, 151), video_data.vp9(12), "even sizes, and not of 122×151"),
+    "vp9": ((122, 150), videos.vp9(12), ""),
+    "vp9, hidden frames": ((128, 160), videos.vp9(12, hidden=True), "vp9 with hidden frames"),
+    "vp9 of odd size": ((122, 151), videos.vp9(12), "even sizes, and not of 122×151"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_after(4, FILES))
-def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_after(6, FILES))
+def test_what_dali_would_get_wrong_on_a_gpu_is_refused(name: str, tmp_path: Path, gpu_machine: GpuMachine) -> None:
+    """By the headers of the first file. A B200 decodes all of these files."""
+    gpu_machine.has("b200")
     size, arguments, reason = FILES[name]
-    let_nvdec_answer(monkeypatch)
-    path = video_data.encode(video_data.draw((16,), size=size), tmp_path / "video.mp4", arguments)
-    table, video = table_of(path)
-    assert not table.open_gops
-    refused = dali_refusal(video, table, open_store(str(tmp_path)))
+    refused = refusal(one_file(tmp_path, arguments, size), "dali")
     assert reason in refused
     assert bool(reason) == bool(refused)
 
 
-def test_a_video_of_an_old_encoder_is_kept_from_nvdec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("gpu_machine")
+def test_sizes_of_the_cpus_codecs_are_not_restricted(tmp_path: Path) -> None:
+    """362 lines of VP9 are decoded by DALI on a CPU, too."""
+    root = one_file(tmp_path, videos.vp9(12), (362, 240))
+    for device in ("cpu", "cuda"):
+        [(decoder, _)] = routes(root, "dali", device)
+        assert decoder == "dali"
+
+
+def test_a_file_of_two_sample_descriptions_or_turned_frames_is_kept_from_dali(tmp_path: Path, gpu_machine: GpuMachine) -> None:
+    gpu_machine.has("b200")
+    frames = videos.draw()
+    first = videos.encode(frames[:36], tmp_path / "first.mp4", PLAIN)
+    second = videos.encode(frames[36:], tmp_path / "second.mp4", (*PLAIN, "-coder", "0"))
+    (tmp_path / "both.mp4").write_bytes(videos.joined(first, second))
+    both = videos.write_dataset(tmp_path / "set", [tmp_path / "both.mp4"], delay=2 / videos.FPS)
+    assert "2 sample descriptions" in refusal(both, "dali")
+    (tmp_path / "turned").mkdir()
+    turned = videos.turned(first, tmp_path / "turned/video.mp4", 180)
+    assert "rotated frames" in refusal(around(turned, frames=31), "dali")
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_a_video_of_an_old_encoder_is_kept_from_nvdec(tmp_path: Path) -> None:
     """NVDEC decodes it as if its encoder had no error."""
-    let_nvdec_answer(monkeypatch)
-    new, store = video_data.encode(video_data.draw(), tmp_path / "new.mp4", video_data.lossless(12)), open_store(str(tmp_path))
-    table, video = table_of(video_data.of_x264(new, tmp_path / "old.mp4", 148))
+    new = videos.encode(videos.draw((16,)), tmp_path / "new.mp4", videos.lossless(12))
+    (tmp_path / "old").mkdir()
+    old = around(videos.of_x264(new, tmp_path / "old/video.mp4", 148))
     reason = "h264 of an encoder whose errors FFmpeg undoes, and NVDEC does not"
-    assert refusal.refusal_of_torchcodec(0, video, table) == refusal.refusal(0, video, table) == reason
-    assert route.choose("auto", 0, video, table, store) == route.Route("torchcodec", reason)
-    for decode in ("torchcodec-cuda", "dali"):
-        with pytest.raises(ValueError, match=reason):
-            route.choose(decode, 0, video, table, store)
-    assert not refusal.refusal_of_torchcodec(0, *table_of(new)[::-1])
+    assert routes(old) == [("torchcodec", reason)]
+    assert [refusal(old, decode) for decode in ("torchcodec-cuda", "dali")] == [reason] * 2
+    assert refusal(around(new), "torchcodec-cuda") == ""
 
 
-def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(tmp_path: Path, gpu_machine: GpuMachine) -> None:
     """As av1_nvenc does for 1080 lines: the sample description has 1088."""
-    let_nvdec_answer(monkeypatch)
-    path = video_data.encode(video_data.draw((2,), size=(1080, 1920)), tmp_path / "video.mp4", video_data.av1(2))
-    store = open_store(str(tmp_path))
+    gpu_machine.has("l4")
+    path = videos.encode(videos.draw((2,), size=(1080, 1920)), tmp_path / "video.mp4", videos.av1(2))
     for declared in (1080, 1088):
         content = path.read_bytes()
         at = content.index(struct.pack(">HH", 1920, 1080), content.index(b"av01", content.index(b"stsd")))
-        path.write_bytes(content[:at] + struct.pack(">HH", 1920, declared) + content[at + 4 :])
-        table, video = table_of(path)
-        refused = dali_refusal(video, table, store)
+        (tmp_path / str(declared)).mkdir()
+        changed = tmp_path / str(declared) / "video.mp4"
+        changed.write_bytes(content[:at] + struct.pack(">HH", 1920, declared) + content[at + 4 :])
+        refused = refusal(around(changed, (declared, 1920), 2), "dali")
         assert bool(refused) == (declared == 1088)
     assert "its bitstream must have frames of 1088×1920, as its sample description says, got 1080×1920" in refused
 
 
-def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Found in the clip itself, since nothing of a later file is looked at before it is needed."""
-    let_nvdec_answer(monkeypatch)
-    files = [
-        video_data.encode(video_data.draw((40,), first=episode), tmp_path / f"{episode}.mp4", arguments)
-        for episode, arguments in enumerate((video_data.h264(12), video_data.h264_without_idr()))
-    ]
-    dataset = dali_stream.Dataset(video_data.write_dataset(tmp_path / "set", files, [[40], [40]]))
-    clips = packed(dataset, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]]))
-    *sound, error = [task.exception() for task in clips.tasks]
-    assert sound == [None, None, None]  # the last of these is within the first GOP, which begins with an IDR frame
-    assert isinstance(error, RouteChange)
-    assert re.search(
-        r"1\.mp4: h264 .* not IDR frames: they do not reset the decoder, .* \(the keyframe at byte \d+\)", str(error)
-    )
-
-
-def test_the_colours_that_a_file_names_are_read() -> None:
-    colour = box(b"colr", b"nclx", bytes([0, 1, 0, 1, 0, 1, 0]))
-    entry = bytes(24) + struct.pack(">HH", 640, 480) + bytes(50)
-    assert describe(box(b"avc1", entry, colour)).matrix == 1
-    assert describe(box(b"avc1", entry)).matrix is None
-
-
-_COLR = ("-movflags", "write_colr", "-color_primaries", "bt709", "-color_trc", "bt709")  # without these, no box is written
+@pytest.mark.usefixtures("gpu_machine")
+@pytest.mark.parametrize("arguments", [videos.h264_without_idr(), videos.h264(12, open_gop=True)])
+def test_torchcodec_is_not_used_on_nvdec_for_gops_that_need_others(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """5 of 192 frames of such a video were of another frame on an H100."""
+    root = one_file(tmp_path, arguments, frames=60)
+    assert re.search("not IDR|open GOPs", refusal(root, "torchcodec-cuda"))
 
 
 @pytest.mark.parametrize(
@@ -308,238 +322,133 @@ _COLR = ("-movflags", "write_colr", "-color_primaries", "bt709", "-color_trc", "
         (("colormatrix=smpte240m",), (), "the colours are those of matrix 7, and torchcodec converts them as BT.601"),
     ],
 )
+@pytest.mark.usefixtures("gpu_machine")
 def test_colours_that_nvdec_cannot_know_are_decoded_on_the_cpu(
-    options: tuple[str, ...], boxes: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    options: tuple[str, ...], boxes: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     """FFmpeg follows the boxes of a file, and NVDEC only gets the bitstream."""
-    let_nvdec_answer(monkeypatch)
-    plain = (
-        "-c:v",
-        "libx264",
-        "-pix_fmt",
-        "yuv420p",
-        "-bf",
-        "0",
-        "-g",
-        "2",
-        "-x264-params",
-        ":".join(("scenecut=0", *options)),
-    )
-    video_data.encode(video_data.draw(), tmp_path / "bitstream.mp4", plain)
+    params = ":".join(("scenecut=0", *options))
+    plain = ("-c:v", "libx264", "-pix_fmt", "yuv420p", "-bf", "0", "-g", "2", "-x264-params", params)
+    path = videos.encode(videos.draw((16,)), tmp_path / "bitstream.mp4", plain)
     if boxes:
-        video_data.ffmpeg("-i", tmp_path / "bitstream.mp4", "-c", "copy", *boxes, "-movflags", "write_colr", tmp_path / "v.mp4")
-    else:
-        (tmp_path / "bitstream.mp4").rename(tmp_path / "v.mp4")
-    store = open_store(str(tmp_path))
-    table = read_index(store, "v.mp4")
-    found = refusal.refusal_of_torchcodec(0, table.format(), table, store)
+        videos.ffmpeg("-i", path, "-c", "copy", *boxes, "-movflags", "write_colr", path := tmp_path / "boxes.mp4")
+    root = around(path)
+    found = refusal(root, "torchcodec-cuda")
     assert found.startswith(said) if said else found == ""
     if "file" in said:
-        on_dali = refusal.refusal_of_file(0, table.format(), table, store)
+        on_dali = refusal(root, "dali")
         assert on_dali == found or "DALI converts all as BT.601" in on_dali
 
 
 def test_the_boxes_of_a_file_change_the_colours_on_the_cpu(tmp_path: Path) -> None:
     """The reason for the refusals above."""
-    video_data.encode(video_data.draw(), tmp_path / "bitstream.mp4", ("-c:v", "libx264", "-bf", "0", "-g", "2"))
-    video_data.ffmpeg("-i", tmp_path / "bitstream.mp4", "-c", "copy", *_COLR, "-colorspace", "bt709", tmp_path / "boxes.mp4")
-    store, frames = open_store(str(tmp_path)), []
-    for name in ("bitstream.mp4", "boxes.mp4"):
-        table = read_index(store, name)
-        frames.append(decode_on_cpu(store, [table], [0], table.format())[0].astype(int))
+    plain = ("-c:v", "libx264", "-bf", "0", "-g", "2")
+    bitstream = videos.encode(videos.draw((16,)), tmp_path / "0/bitstream.mp4", plain)
+    # Without the names of primaries and transfer, no box is written.
+    colours = ("-color_primaries", "bt709", "-color_trc", "bt709", "-colorspace", "bt709")
+    (tmp_path / "1").mkdir()
+    videos.ffmpeg("-i", bitstream, "-c", "copy", "-movflags", "write_colr", *colours, tmp_path / "1/boxes.mp4")
+    frames = []
+    for path in (bitstream, tmp_path / "1/boxes.mp4"):
+        with Loader(around(path), batch_size=16, shuffle=False, device="cpu", image_dtype="uint8") as loader:
+            frames.append(next(iter(loader))[videos.CAMERA].numpy().astype(int))
     assert np.abs(frames[0] - frames[1]).mean() > 1
 
 
-def test_torchcodec_is_taken_when_asked_for(closed: VideoIndex, store: Store) -> None:
-    assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
+# ----------------------------------------------------------------------- files in the middle of a run
 
 
-def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
-    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch
+def two_files(folder: Path, *encodings: tuple[str, ...]) -> Path:
+    """A dataset of an episode of 40 frames in each encoding."""
+    files = [
+        videos.encode(videos.draw((40,), first=episode), folder / f"{episode}.mp4", arguments)
+        for episode, arguments in enumerate(encodings)
+    ]
+    return videos.write_dataset(folder / "set", files, [[40], [40]])
+
+
+def test_a_later_file_without_idr_frames_moves_its_camera_to_the_cpu(
+    tmp_path: Path, gpu_machine: GpuMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode = dali.decode
-    wrong = {
-        "first frames must differ from FFmpeg's by at most": lambda *given: [np.flip(frames, -1) for frames in decode(*given)],
-        "frames must have shape": lambda *given: [frames[:, 1:] for frames in decode(*given)],
-    }
-    for said, delivers in wrong.items():
-        monkeypatch.setattr(dali, "decode", delivers)
-        with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
-            dali_stream.Loader(vp9_demo, batch_size=8, decode="dali")
+    """Found in the clip itself, since nothing of a later file is looked at before it is needed."""
+    root = two_files(tmp_path, videos.h264(12), videos.h264_without_idr())
+    arguments = {"batch_size": 8, "shuffle": False, "image_dtype": "uint8"}
+    with Loader(root, device="cpu", **arguments) as loader:
+        expected = list(loader)
+    said = r"1\.mp4: h264 .* not IDR frames: they do not reset the decoder, .* \(the keyframe at byte \d+\)"
+    with Loader(root, device="cuda", **arguments) as loader:
+        assert [route.decoder for route in loader.routes.values()] == ["torchcodec-cuda"]
+        assert all(itertools.starmap(equal, zip(loader, expected, strict=True)))
+        [route] = loader.routes.values()
+        assert route.decoder == "torchcodec"
+        assert re.search(said, route.reason)
+        assert loader.stats()["route_changes"] == 1
+    assert 0 < gpu_machine.decoded < 80
+    assert "Falling back to torchcodec" in caplog.text
+    with (
+        Loader(root, device="cuda", decode="torchcodec-cuda", **arguments) as loader,
+        pytest.raises(DecodeError, match=f'^decode="torchcodec-cuda": .*{said}.*Use decode="auto"'),
+    ):
+        list(loader)
 
 
-def test_a_gpu_decodes_what_passes_the_trial(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial comes after all other conditions, and before the decoder is used."""
-    let_nvdec_answer(monkeypatch)
-    monkeypatch.setattr(route, "capabilities", lambda _: {})
-    dataset, refused, tried = dali_stream.Dataset(h264_demo), "", []
-    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda decoder, *_: tried.append(decoder) or refused)
-    monkeypatch.setattr("dali_stream.decode.rate.measure", lambda *_: Rates(1500.0, 1000.0))
-
-    def routes(decode: str) -> dict[str, str]:
-        chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), decode, 0, 8)
-        return {found.decoder: found.reason for found in chosen.values()}
-
-    reason = "NVDEC decodes h264 420 8 bit of 128×160"
-    assert routes("dali") == {"dali": reason}
-    assert routes("auto") == {"torchcodec-cuda": f"{reason} at 1500 frames/s here, and the CPU with 8 threads at 1000"}
-    assert tried == ["dali"] * 2 + ["torchcodec-cuda"] * 2
-    refused = "the first frames must differ"
-    assert routes("auto") == {"torchcodec": refused}
-    with pytest.raises(ValueError, match=f'^{TOP}: decode="dali": {refused}. Use decode="auto"'):
-        routes("dali")
-    tried.clear()
-    assert list(routes("torchcodec")) == ["torchcodec"]
-    let_nvdec_answer(monkeypatch, Capability(False, "no decoder"))
-    assert routes("auto") == {"torchcodec": "no decoder"}
-    assert tried == []
+@pytest.mark.usefixtures("gpu_machine")
+def test_a_later_file_with_hidden_frames_ends_a_run_with_dali(tmp_path: Path) -> None:
+    """Found in the clip, and an error also if samples may be substituted."""
+    root = two_files(tmp_path, videos.vp9(12), videos.vp9(12, hidden=True))
+    said = rf"^{videos.CAMERA}: episode 1, frame \d+: .*1\.mp4: vp9 with hidden frames: .*at byte \d+ has hidden frames"
+    for device, on_error in itertools.product(("cuda", "cpu"), ("raise", "substitute")):
+        arguments = {"batch_size": 8, "shuffle": False, "device": device, "on_error": on_error}
+        with Loader(root, decode="dali", **arguments) as loader:
+            if device == "cpu":  # DALI's decoder for the CPU has no such error
+                assert len(list(loader)) == 10
+                continue
+            with pytest.raises(DecodeError, match=rf'{said}\)\. Use decode="auto" in place of decode="dali"$'):
+                list(loader)
 
 
-@pytest.mark.parametrize("nvdec", [999.0, 1000.0])
-def test_auto_takes_nvdec_only_if_it_is_as_fast_as_the_cpu(
-    nvdec: float, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*arguments: Any) -> Rates:
-        measured.append(arguments[2:])
-        return Rates(nvdec, 1000.0)
-
-    let_nvdec_answer(monkeypatch)
-    monkeypatch.setattr(route, "capabilities", lambda _: {})
-    measured, released = list[tuple[object, ...]](), list[int]()
-    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.release_decoders", released.append)
-    monkeypatch.setattr("dali_stream.decode.rate.measure", measure)
-    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda *_: "")
-    dataset = dali_stream.Dataset(h264_demo)
-    chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
-    faster = nvdec >= 1000
-    assert {found.decoder for found in chosen.values()} == {"torchcodec-cuda" if faster else "torchcodec"}
-    assert measured == [(0, 8, 0.4)]  # once for both cameras: GPU, threads and seconds
-    assert released == ([] if faster else [0])
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), dali_stream.DecodeError("no surface"), MemoryError("host")]
-)
-def test_auto_takes_the_cpu_if_nvdec_cannot_be_measured(
-    error: Exception, h264_demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> Rates:
-        raise error
-
-    let_nvdec_answer(monkeypatch)
-    monkeypatch.setattr(route, "capabilities", lambda _: {})
-    monkeypatch.setattr("dali_stream.decode.trial.trial", lambda *_: "")
-    monkeypatch.setattr("dali_stream.decode.rate.measure", fail)
-    dataset = dali_stream.Dataset(h264_demo)
-    chosen = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
-    assert {found.decoder for found in chosen.values()} == {"torchcodec"}
-    assert all(str(error) in found.reason for found in chosen.values())
-
-
-def test_torchcodec_is_not_used_on_nvdec_for_keyframes_that_are_not_idr_frames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """5 of 192 frames of such a video were of another frame on an H100."""
-    let_nvdec_answer(monkeypatch)
-    path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
-    table, video = table_of(path)
-    with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": .*(IDR|open GOPs)'):
-        route.choose("torchcodec-cuda", 0, video, table, open_store(str(tmp_path)))
-
-
-def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here DALI delivers that one wrong; in H.264 without IDR frames, NVDEC would deliver nothing."""
-    dataset = dali_stream.Dataset(vp9_demo)
-    table = read_index(dataset.data_store, FIRST)
-    video, decode = describe(table.configs[0]), dali.decode
-    assert trial("dali", dataset.data_store, table, video, None) == ""
-
-    def wrong(clips: list, *options: object) -> list[np.ndarray]:
-        first, later = decode(clips, *options)
-        return [first, np.flip(later, -1)]
-
-    monkeypatch.setattr(dali, "decode", wrong)
-    assert "first frames must differ from FFmpeg's by at most" in trial("dali", dataset.data_store, table, video, None)
-    monkeypatch.setattr(dali, "decode", lambda *arguments: [frames[:, 2:] for frames in decode(*arguments)])
-    found = trial("dali", dataset.data_store, table, video, None)
-    assert "first frames must have shape (128, 160, 3), got (126, 160, 3)" in found
-
-
-def test_the_trial_names_keyframes_that_are_not_idr_frames(tmp_path: Path) -> None:
-    path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
-    table, video = table_of(path)
-    assert trial("dali", open_store(str(tmp_path)), table, video, 0).startswith(
-        "h264 with keyframes that are not IDR frames: they do not reset the decoder"
-    )
-
-
-def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -> None:
-    marked = ("-bsf:v", "vp9_metadata=color_space=bt709")  # the headers in a sample description of VP9 are not read
-    video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.vp9(12), *marked))
-    store = open_store(str(tmp_path))
-    table = read_index(store, "video.mp4")
-    found = describe(table.configs[0])
-    assert found.matrix is None
-    assert trial("dali", store, table, found, 0) == (
-        "its frames say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
-    )
-    assert trial("torchcodec-cuda", store, table, found, 0) == (
-        "its frames say that their colours are bt709, and NVDEC may not know the colours of vp9"
-    )
+@pytest.fixture
+def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
+    """Four episodes of VP9, which DALI decodes on a CPU, in a folder of the test's own."""
+    return copied(written(episodes=4, size=(128, 160), codec="vp9", gop=12), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_decoder_that_breaks_is_an_error_that_names_the_camera(vp9_copy: Path) -> None:
+def test_a_clip_that_dali_cannot_decode_is_an_error_of_its_sample(vp9_copy: Path) -> None:
     """One keyframe that looks whole and that DALI's decoder fails at. DALI's error names no camera, and breaks the pipeline."""
-    root = vp9_copy
-    *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
-    table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
-    data, sync = bytearray(last.read_bytes()), int(table.keyframes[3])
-    start = int(table.offset[sync]) + 12
-    data[start : start + 28] = bytes(range(100, 128))
-    last.write_bytes(data)
+    *_, last = sorted((vp9_copy / "videos" / TOP).glob("*/*.mp4"))
+    noise = bytes(range(100, 128))
+
+    def damage(packets: list[bytes]) -> list[bytes]:
+        return [packet[:12] + noise + packet[40:] if n == 36 else packet for n, packet in enumerate(packets)]
+
+    videos.with_packets(last.rename(last.with_name("whole.mp4")), last, damage)
     arguments = {"batch_size": 8, "shuffle": False, "last_batch": "partial", "image_dtype": "uint8"}
-    with (
-        dali_stream.Loader(root, **arguments, decode="dali") as loader,
-        pytest.raises(dali_stream.DecodeError, match=f'decode="dali": {TOP}: DALI\'s video decoder failed'),
-    ):
+    said = rf"^{TOP}: episode 2, frame 36: .*/{last.name}: DALI's video decoder failed: .* Use decode=\"auto\""
+    with Loader(vp9_copy, **arguments, decode="dali") as loader, pytest.raises(DecodeError, match=said):
         list(loader)
 
 
 @pytest.mark.slow
-def test_dali_alone_refuses_such_a_file(mixed: Path) -> None:
-    message = r"file-\d+\.mp4: DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
+def test_a_later_file_of_another_codec_ends_a_run_with_dali(h264_demo: Path, vp9_copy: Path) -> None:
+    *_, last = sorted((vp9_copy / "videos" / TOP).glob("*/*.mp4"))
+    assert not last.name.endswith("-000.mp4")  # the first is still VP9
+    last.write_bytes((h264_demo / last.relative_to(vp9_copy)).read_bytes())
+    message = r"episode \d, frame \d+: .*file-\d+\.mp4: DALI decodes only vp8, vp9, mjpeg on a CPU, and not h264"
     with (
-        dali_stream.Loader(mixed, batch_size=8, shuffle=False, decode="dali") as loader,
-        pytest.raises(dali_stream.DecodeError, match=message),
+        Loader(vp9_copy, batch_size=8, shuffle=False, decode="dali") as loader,
+        pytest.raises(DecodeError, match=message),
     ):
         list(loader)
 
 
-def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
-    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("gpu", "num_threads", "expected"), [("h100", 16, 10), ("h100", 4, 4), ("l4", 16, 6), ("t4", 16, 3)])
+def test_dali_gets_a_few_sessions_per_engine(
+    gpu: str, num_threads: int, expected: int, vp9_demo: Path, gpu_machine: GpuMachine
 ) -> None:
-    def capabilities(gpu: int) -> NoReturn:
-        raise DriverError("the driver answers 100 when asked what NVDEC decodes", "start the container with --gpus all", 100)
-
-    for module in (capability_module, route):
-        monkeypatch.setattr(module, "capabilities", capabilities)
-    route._warn_without_nvdec.cache_clear()
-    dataset = dali_stream.Dataset(h264_demo)
-    for _ in range(2):
-        routes = route.choose_routes(dataset.source, IndexCache(dataset.source), "auto", 0, 8)
-        assert {found.decoder for found in routes.values()} == {"torchcodec"}
-        assert all("--gpus all" in found.reason for found in routes.values())
-    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("The CPU decodes all videos, although GPU 0 is used: the driver answers 100")
-    assert "--gpus all" in warning
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "engines", "cameras", "expected"),
-    [(192, 7, 3, 7), (192, 7, 1, 21), (4, 7, 1, 4), (16, 1, 1, 3), (16, 1, 4, 1)],
-)
-def test_nvdec_gets_a_few_sessions_per_engine(num_threads: int, engines: int, cameras: int, expected: int) -> None:
     """All cameras together, so that none has to be opened again."""
-    assert dali.decode_threads(num_threads, engines, cameras) == expected
-    assert cameras == 1 or expected == 1 or expected * cameras <= 3 * engines
+    gpu_machine.has(gpu)
+    with Loader(vp9_demo, batch_size=4, device="cuda", decode="dali", num_threads=num_threads) as loader:
+        next(iter(loader))
+    assert gpu_machine.pipelines[-1]["num_threads"] == expected
+    assert expected * 2 <= 3 * engines_of(gpu) or expected == num_threads

@@ -1,112 +1,31 @@
-"""torchcodec's NVDEC decoder in the Loader. Its device is "cpu" here. The rest is the code that runs with a GPU."""
+"""torchcodec's NVDEC decoder in the Loader, on a machine with GPUs (`support.gpu_machine`)."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from nvidia.dali.pipeline import Pipeline
 from support.batches import check_identities, equal, samples
-from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
-from support.routes import let_auto_take_nvdec, let_nvdec_answer
+from support.broken import damage
+from support.datasets import CAMERAS, SIDE, TOP, VIDEO, copied, read_lengths
+from support.gpu_machine import GpuMachine
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.indices import IndexCache
-from dali_stream.decode import route, torchcodec, torchcodec_cuda, torchcodec_decoder
-from dali_stream.decode.capability import Capability
-from dali_stream.mp4.index import read_index
-from dali_stream.observe.counters import Counters
-from dali_stream.pipeline import decode_pool
-from dali_stream.pipeline.layout import Layout
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0, -2], SIDE: [0, 1, 30]}
 WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
 
 
-class FakeStreams:
-    """CUDA streams that count.
-
-    `events` are (what, stream, thread) in order. `most` is the largest number in use at a time. `mine.used` is true in a thread
-    while it uses a stream.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[tuple[str, int, int]] = []
-        self.made, self.in_use, self.most, self._lock = 0, 0, 0, threading.Lock()
-        self.mine = threading.local()
-        streams = self
-
-        class Stream:
-            def __init__(self, device: str) -> None:
-                with streams._lock:
-                    streams.made += 1
-                    self.number = streams.made
-
-            def synchronize(self) -> None:
-                streams.events.append(("synchronize", self.number, threading.get_ident()))
-
-        @contextlib.contextmanager
-        def stream(own: Stream) -> Iterator[None]:
-            with streams._lock:
-                streams.in_use += 1
-                streams.most = max(streams.most, streams.in_use)
-            streams.events.append(("enter", own.number, threading.get_ident()))
-            streams.mine.used = True
-            try:
-                yield
-            finally:
-                streams.mine.used = False
-                with streams._lock:
-                    streams.in_use -= 1
-
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "stream", stream)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Lets GPU 0 have NVDEC with one engine, whose decoder runs on the CPU.
-
-    Yields the streams, and the capacities that torchcodec's cache of decoders gets.
-    """
-    found = SimpleNamespace(streams=FakeStreams(monkeypatch), capacities=list[int]())
-    let_nvdec_answer(monkeypatch)
-    monkeypatch.setattr(torchcodec_cuda, "unavailable", lambda _: "")
-    for module in (torchcodec_decoder, torchcodec_cuda):
-        monkeypatch.setattr(module, "device_name", lambda _: "cpu")
-    monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
-    monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", found.capacities.append)
-
-    def decoder(*arguments: Any) -> torchcodec_decoder.TorchcodecDecoder:
-        return torchcodec_decoder.TorchcodecDecoder(*arguments[:-2], gpu=0, processes=None)
-
-    def of_camera(self: decode_pool.DecodePool, key: str, chosen: route.Route) -> Any:
-        with monkeypatch.context() as patched:
-            if chosen.decoder == "torchcodec-cuda":
-                patched.setattr(decode_pool, "TorchcodecDecoder", decoder)
-            return make(self, key, chosen)
-
-    make = decode_pool.DecodePool._decoder
-    monkeypatch.setattr(decode_pool.DecodePool, "_decoder", of_camera)
-    torchcodec_cuda._streams.cache_clear()
-    yield found
-    torchcodec_cuda._streams.cache_clear()
-
-
 def batches_of(root: Path | Dataset, count: int | None = None, **arguments: Any) -> list[dict[str, Any]]:
     """Return one epoch, or its first batches."""
-    arguments = {"batch_size": 16, "last_batch": "partial", "device": "cpu", "decode": "torchcodec-cuda"} | arguments
+    arguments = {"batch_size": 16, "last_batch": "partial", "device": "cuda", "decode": "torchcodec-cuda"} | arguments
     with Loader(root, **arguments) as loader:
         found = list(itertools.islice(loader, count))
         decoder = "torchcodec" if arguments["decode"] == "torchcodec" else "torchcodec-cuda"
@@ -115,7 +34,7 @@ def batches_of(root: Path | Dataset, count: int | None = None, **arguments: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpu_machine")
 @pytest.mark.parametrize("windows", [{}, WINDOWS])
 def test_batches_equal_those_of_the_cpu(windows: dict[str, list[float]], h264_demo: Path) -> None:
     """Bit for bit at the recorded size, with B-frames, repeated steps and steps beyond the episode."""
@@ -130,21 +49,24 @@ def test_batches_equal_those_of_the_cpu(windows: dict[str, list[float]], h264_de
         assert equal(batch, other)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_frames_are_resized_like_those_of_the_cpu(demo: Path) -> None:
+@pytest.mark.usefixtures("gpu_machine")
+def test_frames_are_resized_like_those_of_the_cpu(h264_demo: Path) -> None:
     """Values differ by at most 1, since the CPU's kernel rounds its weights."""
     arguments = {"image_size": (96, 112), "delta_timestamps": {TOP: WINDOWS[TOP]}, "image_dtype": "uint8"}
-    [batch], [other] = batches_of(demo, 1, **arguments), batches_of(demo, 1, decode="torchcodec", **arguments)
+    [batch], [other] = batches_of(h264_demo, 1, **arguments), batches_of(h264_demo, 1, decode="torchcodec", **arguments)
     for camera in CAMERAS:
         assert batch[camera].shape == other[camera].shape
         assert (batch[camera].int() - other[camera].int()).abs().max() == 1
 
 
-@pytest.mark.usefixtures("gpu")
-def test_each_frame_is_decoded_once_and_kept_on_disk_apart_from_those_of_the_cpu(demo: Path, tmp_path: Path) -> None:
+def test_each_frame_is_decoded_once_and_kept_on_disk_apart_from_those_of_the_cpu(
+    demo: Path, tmp_path: Path, gpu_machine: GpuMachine
+) -> None:
+    """AV1 with GOP 2, whose GOPs are needed as a whole."""
+    gpu_machine.has("l4")
     dataset = Dataset(demo, episodes=[0, 1])
     frames = len(CAMERAS) * int(dataset.lengths.sum())
-    arguments: dict[str, Any] = {"batch_size": 16, "device": "cpu", "image_dtype": "uint8", "last_batch": "partial"}
+    arguments: dict[str, Any] = {"batch_size": 16, "device": "cuda", "image_dtype": "uint8", "last_batch": "partial"}
 
     def stats(decode: str, epochs: int) -> dict[str, Any]:
         with Loader(dataset, decode=decode, frame_cache=tmp_path, **arguments) as loader:
@@ -160,25 +82,21 @@ def test_each_frame_is_decoded_once_and_kept_on_disk_apart_from_those_of_the_cpu
     assert (again["decoded_frames"], again["disk_hits"]) == (0, frames)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_frames_go_through_the_users_graph(demo: Path) -> None:
+@pytest.mark.usefixtures("gpu_machine")
+def test_frames_go_through_the_users_graph(h264_demo: Path) -> None:
     def brighter(nodes: dict[str, Any]) -> dict[str, Any]:
         return nodes | {TOP: nodes[TOP] + 1}
 
-    [plain], [changed] = (batches_of(demo, 1, dali_graph=graph) for graph in (lambda nodes: nodes, brighter))
+    [plain], [changed] = (batches_of(h264_demo, 1, dali_graph=graph) for graph in (lambda nodes: nodes, brighter))
     torch.testing.assert_close(changed[TOP], plain[TOP] + 1)
     assert torch.equal(changed[SIDE], plain[SIDE])
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpu_machine")
 def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: Path, tmp_path: Path) -> None:
     root = copied(h264_demo, tmp_path)
-    path = root / "videos" / TOP / "chunk-000" / "file-000.mp4"
-    table = read_index(Dataset(root).data_store, str(path.relative_to(root)))
-    content, start = bytearray(path.read_bytes()), int(table.offset[table.keyframes[2]])
-    content[start : start + 4] = bytes(4)
-    path.write_bytes(content)
+    damage(root, VIDEO.format(TOP, 0), 24, without_its_size)  # the third keyframe
     with pytest.raises(DecodeError, match=rf"{TOP}: episode 0, frame \d+: .*file-000.mp4: "):
         batches_of(root, shuffle=False)
     found = batches_of(Dataset(root, episodes=[0, 1]), shuffle=False, on_error="substitute", image_dtype="uint8")
@@ -189,170 +107,122 @@ def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: 
 @pytest.mark.parametrize(
     ("error", "said", "graph"),
     [
-        (DecodeError("NVDEC has no surface"), "NVDEC has no surface", None),
+        (RuntimeError("NVDEC has no surface"), "the h264 decoder failed: NVDEC has no surface", None),
         (torch.OutOfMemoryError(), r"the GPU's memory is not enough for \d+ frames", dict),
     ],
 )
 def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
-    error: Exception,
-    said: str,
-    graph: Any,
-    h264_demo: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    gpu: SimpleNamespace,
+    error: Exception, said: str, graph: Any, plain: Path, caplog: pytest.LogCaptureFixture, gpu_machine: GpuMachine
 ) -> None:
-    dataset, in_parts, times = Dataset(h264_demo, episodes=[0]), torchcodec.decode_in_parts, list[int]()
+    sizes = list[int]()
+    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph, "prefetch": 2}
 
-    def fail(store: Any, indices: Any, packets: list[int], *rest: Any, **options: Any) -> Any:
-        if 20 in packets and getattr(gpu.streams.mine, "used", False):
-            times.append(len(packets))
+    def fail(frames: list[int]) -> None:
+        """Fail at the second GOP of a file, which is in the second batch."""
+        if gpu_machine.decoded > before + 16:
+            sizes.append(len(frames))
             raise error
-        return in_parts(store, indices, packets, *rest, **options)
 
-    monkeypatch.setattr(torchcodec_decoder, "decode_in_parts", fail)
-    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "device": "cpu", "image_dtype": "uint8"}
-    arguments["dali_graph"] = graph
-    with pytest.raises(DecodeError, match=rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'):
-        list(Loader(dataset, decode="torchcodec-cuda", **arguments))
-    assert (times[-1] == 1) == isinstance(error, DecodeError)  # a frame that fails is decoded alone
-    expected = list(Loader(dataset, decode="torchcodec", **arguments))
-    let_auto_take_nvdec(monkeypatch)
-    with Loader(dataset, decode="auto", **arguments) as loader:
-        assert {each.decoder for each in loader.routes.values()} == {"torchcodec-cuda"}
-        assert all(itertools.starmap(equal, zip(loader, expected, strict=True)))
-        assert {each.decoder for each in loader.routes.values()} == {"torchcodec"}
-        assert loader.stats()["route_changes"] >= 1
+    def loader(decode: str) -> Loader:
+        nonlocal before
+        gpu_machine.before_decoding = lambda frames: None
+        made = Loader(plain, decode=decode, device="cuda", **arguments)
+        before, gpu_machine.before_decoding = gpu_machine.decoded, fail
+        return made
+
+    before = 0
+    with loader("torchcodec-cuda") as failing:
+        message = rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'
+        with pytest.raises(DecodeError, match=message):
+            list(failing)
+    assert (min(sizes) <= 2) == (type(error) is RuntimeError)  # a frame that fails is decoded alone, with its keyframe
+    with Loader(plain, decode="torchcodec", device="cpu", **arguments) as on_cpu:
+        expected = list(on_cpu)
+    with loader("auto") as found:
+        assert {each.decoder for each in found.routes.values()} == {"torchcodec-cuda"}
+        assert all(itertools.starmap(equal, zip(found, expected, strict=True)))
+        assert {each.decoder for each in found.routes.values()} == {"torchcodec"}
+        assert found.stats()["route_changes"] == 1
     assert "Falling back to torchcodec" in caplog.text
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_frame_with_another_time_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the CPU route, by the times that the decoder returns."""
-
-    class Late(torchcodec.VideoDecoder):
-        def get_frames_at(self, indices: list[int]) -> Any:
-            batch = super().get_frames_at(indices)
-            return SimpleNamespace(data=batch.data, pts_seconds=batch.pts_seconds + 1 / 30)
-
-    with Loader(demo, batch_size=8, device="cpu", decode="torchcodec-cuda") as loader:
-        monkeypatch.setattr(torchcodec, "VideoDecoder", Late)
-        with pytest.raises(DecodeError, match="delivered other frames than the 1 requested"):
+def test_a_frame_with_another_time_is_an_error(h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    """The check of the CPU route, by the times that the decoder returns. The CPU decodes the frame right."""
+    with Loader(h264_demo, batch_size=8, device="cuda", decode="torchcodec-cuda") as loader:
+        gpu_machine.late = 1 / 30
+        with pytest.raises(DecodeError, match=r'^decode="torchcodec-cuda": .* delivered other frames than the 1 requested'):
             next(iter(loader))
 
 
-def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_where_it_cannot_run(h264_demo: Path, gpu_machine: GpuMachine) -> None:
     with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": batches are made on the CPU$'):
-        Loader(demo, decode="torchcodec-cuda", device="cpu")
+        Loader(h264_demo, decode="torchcodec-cuda", device="cpu")
     installed = [("0.13.0+cpu", None), ("0.14.0", "13.0"), ("0.16.1", "13.0"), ("0.17.0", None), ("0.17.0+cpu", "13.0")]
     for version, cuda in [*installed, ("0.17.0", "12.8")]:
-        monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        said = torchcodec_cuda.unavailable(0)
-        assert said.startswith("on NVDEC, torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec ")
+        gpu_machine.installs(version, cuda)
+        with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": ') as refused:
+            Loader(h264_demo, decode="torchcodec-cuda", device="cuda")
+        said = str(refused.value)
+        assert "on NVDEC, torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec " in said
         assert f" {version} and torch {torch.__version__}. Install them: " in said
         assert "pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17'" in said
-        dataset = Dataset(demo)
-        with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": on NVDEC, torchcodec must be 0\.17 or later'):
-            route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0, 8)
     for version, cuda in [("0.17.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
-        monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert torchcodec_cuda.unavailable(0) == ""
+        gpu_machine.installs(version, cuda)
+        assert len(batches_of(h264_demo, 1)) == 1
 
 
-@pytest.mark.usefixtures("gpu")
-def test_what_nvdec_does_not_decode_is_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_nvdec_answer(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
-    dataset = Dataset(demo)
-    with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": this GPU has no NVDEC decoder .* Use decode="auto"'):
-        route.choose_routes(dataset.source, IndexCache(dataset.source), "torchcodec-cuda", 0, 8)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_wrong_frames_in_the_trial_are_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dali_stream.decode import trial
-
-    decode_clip = trial.decode_clip
-
-    def wrong(clip: Any, video: Any, *device: str) -> Any:
-        return np.flip(decode_clip(clip, video), -1) if device else decode_clip(clip, video)
-
-    monkeypatch.setattr(trial, "decode_clip", wrong)
-    with pytest.raises(
-        ValueError, match=r'decode="torchcodec-cuda": torchcodec\'s first frames must differ .* Use decode="auto"'
-    ):
-        Loader(demo, device="cpu", decode="torchcodec-cuda")
-
-
-def test_a_decoder_that_falls_back_to_the_cpu_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_falls_back_to_the_cpu_is_refused(h264_demo: Path, gpu_machine: GpuMachine) -> None:
     """torchcodec does so without an error, for a video that NVDEC does not decode."""
-
-    class Falling(torchcodec.VideoDecoder):
-        cpu_fallback = "[CUDA] Fallback status: Falling back due to: Video not supported"
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "device": "cpu"})
-
-    store = Dataset(demo).data_store
-    table = read_index(store, f"videos/{TOP}/chunk-000/file-000.mp4")
-    clip = dali_stream.mp4.clip.pack(store, [table], [0])
-    video = dali_stream.mp4.format.describe(table.configs[0])
-    monkeypatch.setattr(torchcodec, "VideoDecoder", Falling)
-    assert len(torchcodec.decode_clip(clip, video)) == 1
-    with pytest.raises(DecodeError, match=r"NVDEC does not decode it\. torchcodec says: .*Video not supported"):
-        torchcodec.decode_clip(clip, video, "cuda:0")
+    gpu_machine.cpu_fallback = "[CUDA] Fallback status: Falling back due to: Video not supported"
+    said = r"NVDEC does not decode it\. torchcodec says: .*Video not supported, tried on its first frames"
+    with pytest.raises(ValueError, match=said):
+        Loader(h264_demo, device="cuda", decode="torchcodec-cuda")
+    assert len(batches_of(h264_demo, 1, decode="torchcodec")) == 1
 
 
-@pytest.mark.parametrize("engines", [1, 2, 7])
+@pytest.mark.parametrize(("gpu", "engines"), [("t4", 2), ("h100", 7)])
 def test_each_clip_is_decoded_on_a_stream_that_no_other_uses(
-    engines: int, h264_demo: Path, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace
+    gpu: str, engines: int, h264_demo: Path, gpu_machine: GpuMachine
 ) -> None:
-    monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: engines)
-    streams = gpu.streams
+    gpu_machine.has(gpu)
     batches_of(h264_demo, 4, batch_size=96, num_threads=8)
-    assert streams.made == 3 * engines  # sessions
-    assert 2 <= streams.most <= min(3 * engines, 8)
-    for stream in range(1, streams.made + 1):
-        own = [(what, thread) for what, number, thread in streams.events if number == stream]
+    assert gpu_machine.streams == 3 * engines  # sessions
+    assert 2 <= gpu_machine.most_streams <= min(3 * engines, 8)
+    for stream in range(1, gpu_machine.streams + 1):
+        own = [(what, thread) for what, number, thread in gpu_machine.stream_events if number == stream]
         assert [what for what, _ in own] == ["enter", "synchronize"] * (len(own) // 2)
         assert all(first[1] == second[1] for first, second in zip(own[::2], own[1::2], strict=True))
-    assert gpu.capacities == [100]
+    assert gpu_machine.capacities == [100]
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_camera_that_a_dataset_of_a_mixture_lacks(h264_demo: Path, demo: Path) -> None:
-    one, both = Dataset(h264_demo, cameras=[SIDE], episodes=[0]), Dataset(demo, episodes=[0])
+@pytest.mark.usefixtures("gpu_machine")
+def test_a_camera_that_a_dataset_of_a_mixture_lacks(h264_demo: Path) -> None:
+    one, both = Dataset(h264_demo, cameras=[SIDE], episodes=[0]), Dataset(h264_demo, episodes=[1])
     mixture = dali_stream.Mixture({"both": both, "one": one}, missing="pad")
-    arguments: dict[str, Any] = {"batch_size": 8, "device": "cpu", "image_dtype": "uint8", "image_size": (128, 160)}
-    with Loader(mixture, decode="torchcodec-cuda", **arguments) as ours, Loader(mixture, **arguments) as expected:
+    arguments: dict[str, Any] = {"batch_size": 8, "device": "cuda", "image_dtype": "uint8", "image_size": (128, 160)}
+    on_cpu = arguments | {"device": "cpu"}
+    with Loader(mixture, decode="torchcodec-cuda", **arguments) as ours, Loader(mixture, **on_cpu) as expected:
         assert {each.decoder for each in ours.routes.values()} == {"torchcodec-cuda"}
         assert all(itertools.starmap(equal, zip(ours, expected, strict=True)))
     with pytest.raises(ValueError, match='decode="dali": a dataset of the mixture has no video of the camera'):
         Loader(mixture, decode="dali", **arguments)
 
 
-@pytest.mark.parametrize(("decoder", "gpu_index"), [("torchcodec-cuda", 1), ("torchcodec", None)])
-def test_only_the_route_to_nvdec_decodes_on_the_gpu(
-    decoder: str, gpu_index: int | None, demo: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("decode", "devices"), [("torchcodec-cuda", {"cuda:1"}), ("auto", {"cuda:1"}), ("torchcodec", set())])
+def test_only_the_route_to_nvdec_decodes_on_the_gpu_of_the_batches(
+    decode: str, devices: set[str], plain: Path, gpu_machine: GpuMachine
 ) -> None:
-    given = list[Any]()
-    monkeypatch.setattr(decode_pool, "TorchcodecDecoder", lambda *arguments: given.append(arguments[-2]))
-    with Loader(demo, batch_size=8, device="cpu") as loader:
-        config = dataclasses.replace(loader._config, gpu=1)
-    routes = dict.fromkeys(CAMERAS, route.Route(decoder, ""))
-    decode_pool.DecodePool(Layout(config, routes), dict.fromkeys(CAMERAS, 1), Counters(), Buffers(False))
-    assert given == [gpu_index] * len(CAMERAS)
+    gpu_machine.has("h100", "h100")
+    with Loader(plain, batch_size=8, device="cuda:1", decode=decode) as loader:
+        list(loader)
+    assert gpu_machine.devices == devices
+    assert (gpu_machine.decoded >= 72) == bool(devices)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_auto_takes_the_cpu_if_the_cache_on_disk_has_its_frames(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose = route.choose
-    monkeypatch.setattr(route, "choose", lambda decode, *rest: choose("torchcodec-cuda" if decode == "auto" else decode, *rest))
-    dataset = Dataset(demo, episodes=[0])
-    arguments: dict[str, Any] = {"batch_size": 8, "device": "cpu", "frame_cache": tmp_path}
+@pytest.mark.usefixtures("gpu_machine")
+def test_auto_takes_the_cpu_if_the_cache_on_disk_has_its_frames(h264_demo: Path, tmp_path: Path) -> None:
+    dataset = Dataset(h264_demo, episodes=[0])
+    arguments: dict[str, Any] = {"batch_size": 8, "device": "cuda", "frame_cache": tmp_path}
 
     def decoders(decode: str = "auto") -> set[str]:
         with Loader(dataset, decode=decode, **arguments) as loader:
@@ -365,14 +235,14 @@ def test_auto_takes_the_cpu_if_the_cache_on_disk_has_its_frames(
     assert decoders("torchcodec-cuda") == {"torchcodec-cuda"}
 
 
-def test_an_error_in_the_next_batch_leaves_this_batch(demo: Path, tmp_path: Path) -> None:
+def without_its_size(packet: bytes) -> bytes:
+    return bytes(4) + packet[4:]
+
+
+def test_an_error_in_the_next_batch_leaves_this_batch(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a graph, whose runs start in another thread. A batch is counted when it is returned."""
     root = copied(demo, tmp_path)
-    path = root / "videos" / TOP / "chunk-000" / "file-000.mp4"
-    table = read_index(Dataset(root).data_store, str(path.relative_to(root)))
-    content, start = bytearray(path.read_bytes()), int(table.offset[16])
-    content[start : start + 4] = bytes(4)
-    path.write_bytes(content)
+    damage(root, VIDEO.format(TOP, 0), 16, without_its_size)
     dataset = Dataset(root, episodes=[0])
     arguments: dict[str, Any] = {"batch_size": 8, "shuffle": False, "device": "cpu", "dali_graph": lambda nodes: nodes}
     with Loader(dataset, **arguments) as loader:
@@ -381,11 +251,14 @@ def test_an_error_in_the_next_batch_leaves_this_batch(demo: Path, tmp_path: Path
         with pytest.raises(DecodeError, match="episode 0, frame 16: "):
             next(batches)
         assert loader.stats()["samples"] == 16
+    started, schedule = threading.Semaphore(0), Pipeline.schedule_run
+    monkeypatch.setattr(Pipeline, "schedule_run", lambda pipeline: (schedule(pipeline), started.release()))
     with Loader(dataset, on_error="substitute", **arguments) as loader:
         batches = iter(loader)
         for _ in range(2):
             next(batches)
-        loader._batch_source._stream._batches._iterator._started.exception()  # type: ignore[union-attr]  # the next one is finished
+        for _ in range(3):
+            started.acquire()  # so the next batch is finished
         assert loader.stats()["substituted"] == 0
         next(batches)
         assert loader.stats()["substituted"] >= 1

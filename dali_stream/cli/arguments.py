@@ -92,7 +92,7 @@ class LoaderOptions(TypedDict, total=False):
     on_error: Annotated[str, Option(metavar="raise|substitute", help="Samples that cannot be decoded.")]
     max_substitutes: Annotated[float, Option(metavar="SHARE", help="Maximum share of a batch that may be replaced.")]
     device: Annotated[str, Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")]
-    decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: the faster one.")]
+    decode: Annotated[str, Option(metavar="auto|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: NVDEC or the CPU.")]
     num_threads: Annotated[Any, kinds.count(help="Decode threads per rank. Default: the number of cores.")]
     decode_processes: Annotated[
         int | None, Option(metavar="N", help="Processes that decode for them. Default: one for every 8 threads from 12 on.")
@@ -106,6 +106,7 @@ class LoaderOptions(TypedDict, total=False):
     frame_cache_bytes: Annotated[
         str | None, Option(metavar="SIZE", help="Size limit of --frame-cache, such as 200GiB. Default: none on a disk.")
     ]
+    gpu_cache: Annotated[str | None, Option(metavar="SIZE", help="Memory of the GPU for decoded frames. Default: none.")]
 
 
 def with_options(**loader: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

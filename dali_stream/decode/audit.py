@@ -6,7 +6,7 @@ a frame of another clip would have the expected timestamp.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,26 +44,18 @@ def difference(decoded: npt.NDArray[Any], expected: Frames, reference: str = "FF
     return worst, f"must differ from {reference} by at most {COLOUR_TOLERANCE:g} of 255 on average, got {errors[worst]:.1f}"
 
 
-class Audit(NamedTuple):
-    """Frames of one sample as FFmpeg decodes them.
+def mismatch(decoded: npt.NDArray[np.float32], expected: Frames | DecodeError) -> tuple[slice, str]:
+    """Return how the frames of a window that DALI has decoded differ from FFmpeg's.
 
-    Attributes:
-        expected: Resized frames of the sample's window, shape (T, H, W, 3), or FFmpeg's error if it cannot decode them.
-        frames: Frame indices of the window within the episode, shape (T,).
-        where: Name of the file and the episode, for messages.
+    Args:
+        decoded: DALI's frames with values in [0, 255], shape (T, H, W, 3).
+        expected: FFmpeg's frames, or its error if it cannot decode them.
+
+    Returns:
+        Steps of the window that are wrong, and how they differ. The text is empty if all frames agree within
+        `COLOUR_TOLERANCE`.
     """
-
-    expected: Frames | DecodeError
-    frames: npt.NDArray[np.int64]
-    where: str
-
-    def mismatch(self, delivered: npt.NDArray[np.float32]) -> str:
-        """Return how delivered frames differ from the expected frames. The text is empty if they agree within the tolerance.
-
-        Args:
-            delivered: Frames that DALI has decoded, with values in [0, 255], shape (T, H, W, 3).
-        """
-        if isinstance(self.expected, DecodeError):
-            return f"{self.where}: FFmpeg cannot decode what NVDEC has decoded: {self.expected}"
-        worst, text = difference(delivered, self.expected)
-        return f"{self.where}, frame {self.frames[worst]}: DALI's frames {text}" if text else ""
+    if isinstance(expected, DecodeError):
+        return slice(None), f"FFmpeg cannot decode what DALI has decoded: {expected}"
+    worst, text = difference(decoded, expected)
+    return slice(worst, worst + 1), f"DALI's frames {text}" if text else ""

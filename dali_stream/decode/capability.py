@@ -170,11 +170,12 @@ On an H100 with 7 engines, torchcodec was faster with 16 threads than with 4. Mo
 
 
 def engines(gpu: int) -> int:
-    """Return the number of NVDEC engines of a GPU, or 1 if the driver does not report it."""
-    try:
-        return max((each.engines for each in capabilities(gpu).values() if each.supported), default=1)
-    except DriverError:
-        return 1
+    """Return the number of NVDEC engines of a GPU, at least 1.
+
+    Raises:
+        DriverError: If the driver or its library for video decoding is missing or fails.
+    """
+    return max(1, *(each.engines for each in capabilities(gpu).values()))
 
 
 class _Caps(ctypes.Structure):

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.checks.arrays import NONE, Array, Int64
-from dali_stream.decode.audit import Audit
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import named
 from dali_stream.decode.refusal import refusal
@@ -57,22 +56,6 @@ With one stream per backend, DALI's default, another operator may reuse the buff
 copied. This follows from the sources of DALI 2.4. Only this setting was run on a GPU."""
 
 
-class DaliClip(NamedTuple):
-    """Encoded sample for DALI.
-
-    Attributes:
-        clip: Bytes of the clip.
-        frames: Indices of the requested frames in the clip, increasing, int32.
-        order: Index in `frames` of each step of the window, int32, shape (T,).
-        audit: Frames that an audit expects, or None if the sample is not audited.
-    """
-
-    clip: Array
-    frames: Array
-    order: Array
-    audit: Audit | None
-
-
 class WindowRequest(NamedTuple):
     """Frames and packets of one sample, which is a window of one episode.
 
@@ -89,6 +72,40 @@ class WindowRequest(NamedTuple):
     frames: Array
     packets: Array
     file: VideoIndex
+
+
+class DaliClip(NamedTuple):
+    """Encoded sample for DALI.
+
+    Attributes:
+        clip: Bytes of the clip.
+        frames: Indices of the requested frames in the clip, increasing, int32.
+        order: Index in `frames` of each step of the window, int32, shape (T,).
+        request: Frames that the clip contains.
+        expected: Frames of the window as FFmpeg decodes them, resized, shape (T, H, W, 3), or FFmpeg's error. None if the
+            sample is not audited.
+    """
+
+    clip: Array
+    frames: Array
+    order: Array
+    request: WindowRequest
+    expected: Frames | DecodeError | None
+
+
+def refused(source: Source, key: str, request: WindowRequest, reason: object, steps: slice = slice(None)) -> DecodeError:
+    """Return the error for a sample that DALI cannot decode, or that it must not decode because frames would be wrong.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        request: The sample.
+        reason: Reason, for the message.
+        steps: Steps of the window that the message names. Default: all.
+    """
+    where = source.data_store.where(request.file.path)
+    error = DecodeError(f'{where}: {reason}. Use decode="auto" in place of decode="dali"')
+    return named(source, key, request.episode, request.frames[steps], error)
 
 
 class Clips:
@@ -157,7 +174,7 @@ class DaliDecoder(VideoFiles):
         DALI decodes each frame of the window once, in increasing order. `DaliClip.order` then restores the order of the window.
 
         Raises:
-            RouteChange: If DALI would decode the clip wrongly on a GPU.
+            DecodeError: If DALI would decode the clip wrongly on a GPU.
         """
         unique, steps = np.unique(request.packets, return_inverse=True)
         try:
@@ -165,7 +182,7 @@ class DaliDecoder(VideoFiles):
                 indices, for_nvdec = [request.file] * len(unique), self._gpu is not None
                 clip = pack(store, indices, unique.tolist(), for_nvdec=for_nvdec, timed=self._counters.timed)
         except UnsafeForNvdec as error:
-            raise self.change(request.file, error) from error
+            raise refused(self._source, self.key, request, error) from error
         except (DecodeError, DatasetError, StorageError) as error:
             if isinstance(error, DecodeError):
                 error = self.named(request.episode, request.frames, request.file, error)
@@ -177,11 +194,16 @@ class DaliDecoder(VideoFiles):
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
-        audit = self._audit(store, request) if is_first or work.audited[request.sample] else None
-        work.packed[request.sample] = DaliClip(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+        expected = self._expected(store, request) if is_first or work.audited[request.sample] else None
+        data = np.frombuffer(clip.data, np.uint8)
+        work.packed[request.sample] = DaliClip(data, np.sort(places), order, request, expected)
 
     def _requests(self, work: Clips, plan: BatchPlan, episodes: OpenEpisodes) -> list[WindowRequest]:
-        """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`."""
+        """Return a request for each sample. Errors of samples that fail a check are added to `work`. See `Decoder.start`.
+
+        Raises:
+            DecodeError: If DALI must not decode a file.
+        """
         requests, shown = [], plan.shown_in_episode[self.key]
         for sample, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][sample]
@@ -189,8 +211,11 @@ class DaliDecoder(VideoFiles):
                 index = self._locate(episodes, episode, shown[sample], packets)
             except DecodeError as error:
                 work.failed[sample] = DecodeError(str(error))  # without the traceback, see `named`
-            else:
-                requests.append(WindowRequest(sample, episode, shown[sample], packets, index))
+                continue
+            request = WindowRequest(sample, episode, shown[sample], packets, index)
+            if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
+                raise refused(self._source, self.key, request, reason)
+            requests.append(request)
         return requests
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
@@ -198,7 +223,6 @@ class DaliDecoder(VideoFiles):
 
         Raises:
             DecodeError: If a frame has no packet, or the file differs from the metadata.
-            RouteChange: If DALI must not decode the file.
         """
         if (packets == NONE).any():
             raise self.missing(episodes, episode, frames[packets == NONE])
@@ -207,23 +231,20 @@ class DaliDecoder(VideoFiles):
             self.checked(index, packets, episode)
         except DecodeError as error:
             raise named(self._source, self.key, episode, frames, error) from error
-        if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
-            raise self.change(index, reason)
         return index
 
-    def _audit(self, store: Store, request: WindowRequest) -> Audit:
-        """Decode the frames of a sample on the CPU for an audit."""
+    def _expected(self, store: Store, request: WindowRequest) -> Frames | DecodeError:
+        """Return the frames of a sample for an audit, which FFmpeg decodes and torch resizes, or FFmpeg's error."""
         from dali_stream.decode.torchcodec import decode as decode_on_cpu  # the trial has imported it
 
         self._counters.add(audited=1)
         unique, steps = np.unique(request.packets, return_inverse=True)
-        where = f"{self._source.data_store.where(request.file.path)}: episode {self._source.episodes[request.episode]}"
         try:
             video = self.format(request.file, int(unique[0]))
             frames, _ = decode_on_cpu(store, [request.file] * len(unique), unique.tolist(), video)
         except DecodeError as error:
-            return Audit(error, request.frames, where)
-        return Audit(resize(frames, self._size)[steps.reshape(-1)], request.frames, where)
+            return error.with_traceback(None)  # it would keep packets and pixels
+        return resize(frames, self._size)[steps.reshape(-1)]
 
 
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:

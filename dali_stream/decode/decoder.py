@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
+from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE, Array, Int64
@@ -47,8 +47,8 @@ class Work(Protocol):
             copiers: Threads that help to copy.
 
         Returns:
-            Frames of shape (B, T, H, W, C) and type `dtype`. Those of a depth camera have the type of its slots. The decoder of
-            `dali` returns a list of clips instead.
+            Frames of shape (B, T, H, W, C) and type `dtype`. Those of a depth camera have the type of its slots. Frames in
+            `GpuSlots` are a tensor on the GPU. The decoder of `dali` returns a list of clips instead.
         """
         ...
 
@@ -85,7 +85,10 @@ class SlotWork:
     ) -> None:
         self._slots, self._plan, self._read, self.tasks, self.failed = slots, plan, read, tasks, failed
 
-    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
+        if isinstance(self._slots, GpuSlots):
+            self.failed |= self._slots.failed(self._plan.show)
+            return self._slots.gather(self._plan.show)
         if self._read is not None:
             self.failed |= self._slots.copy_batch(self._plan.show, self._read.frames, copiers, self._read.is_read)
             return self._read.frames
@@ -129,19 +132,18 @@ class VideoAndImages:
 
 
 class RouteChange(DaliStreamError):
-    """NVDEC must no longer decode some cameras, because a file is unsafe or a decoder failed. The Loader rebuilds its pipeline.
+    """torchcodec must no longer decode a camera on NVDEC, because a file is unsafe or the decoder failed.
+
+    With `decode="auto"`, the Loader continues with the CPU.
 
     Args:
-        cameras: Names of the cameras.
+        camera: Name of the camera.
         reason: Reason, for messages.
     """
 
-    def __init__(self, cameras: Sequence[str], reason: str) -> None:
-        super().__init__(f"{', '.join(cameras)}: {reason}")
-        self.cameras, self.reason = cameras, reason
-
-    def __reduce__(self) -> tuple[type[RouteChange], tuple[Sequence[str], str]]:
-        return RouteChange, (self.cameras, self.reason)
+    def __init__(self, camera: str, reason: str) -> None:
+        super().__init__(f"{camera}: {reason}")
+        self.camera, self.reason = camera, reason
 
 
 class OtherSizes:

@@ -2,41 +2,42 @@
 
 A decoder other than torchcodec on the CPU may refuse a file in three steps, from cheap to expensive. `refusal` judges by the
 index, `refusal_of_file` also by the first packets, and a trial decodes some frames. A Loader takes all three steps for the
-first file of each camera (`choose_routes`), and measures speeds if `decode` is "auto". Programs that describe a dataset omit
-the trial and the measurement (`choose`). For later files, the decoder calls `refusal`, and packing a clip checks its packets.
+first file of each camera (`choose_routes`). Programs that describe a dataset omit the trial (`choose`). For later files, the
+decoder calls `refusal`, and packing a clip checks its packets.
 
-"auto" chooses between NVDEC and the CPU, both with torchcodec. DALI decodes only where `decode` is "dali": on an H100, it
-delivered 117 frames/s of H.264 of 480×640 with a clip per frame, and torchcodec 9,085 with 16 frames per clip
-(`benchmarks/nvdec_decoders.py`).
+"auto" chooses between NVDEC and the CPU, both with torchcodec, by the number of decode threads per NVDEC engine. A measurement
+could differ between the ranks of a run, which would then store the frames of both decoders on disk. DALI decodes only where
+`decode` is "dali": on an H100, it delivered 117 frames/s of H.264 of 480×640 with a clip per frame, and torchcodec 9,085 with
+16 frames per clip (`benchmarks/nvdec_decoders.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode import depth
-from dali_stream.decode.capability import DriverError, capabilities
+from dali_stream.decode.capability import DriverError, capabilities, capability
 from dali_stream.decode.refusal import refusal_of_file, refusal_of_torchcodec, video_name
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, DecodeError, StorageError
+from dali_stream.errors import DaliStreamError, StorageError, counted
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-if TYPE_CHECKING:
-    from dali_stream.decode.rate import Rates
-
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "dali", "torchcodec", TORCHCODEC_CUDA)
-_MEASURED_S = 0.4  # time for measuring the speed of both decoders, in seconds
+_THREADS_PER_ENGINE, _PIXELS = 4, 480 * 640
+"""Decode threads on the CPU that are about as fast as an NVDEC engine, for frames of up to `_PIXELS`.
+
+In the committed reports, 16 threads with 7 engines would have needed to be 20 to 36 threads (2.8 to 5.1 per engine) for H.264
+of 480×640, and 140 for HEVC of 1080×1920 (3.0 per engine and 480×640 pixels). See docs/gpu.md."""
 _log = logging.getLogger("dali_stream")
 
 
@@ -87,11 +88,6 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
             routes[key] = DEPTH
         else:
             routes[key] = choice.of_camera(key)
-    if gpu is not None and choice.rates:
-        from dali_stream.decode.torchcodec_cuda import release_decoders
-
-        if not any(route.decoder == TORCHCODEC_CUDA for route in routes.values()):
-            release_decoders(gpu)
     for key, route in routes.items():
         _log.info("%s: %s, since %s", key, route.decoder, route.reason)
     if gpu is not None and source.videos and decode != "torchcodec":
@@ -101,18 +97,13 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
 
 @dataclass(frozen=True)
 class _Choice:
-    """Choice of the routes of the cameras of a Loader that are stored as video. See `choose_routes` for the other attributes.
-
-    Attributes:
-        rates: Speeds that were measured so far, {(format of the video, median GOP length): speeds}.
-    """
+    """Choice of the routes of the cameras of a Loader that are stored as video. See `choose_routes` for the attributes."""
 
     source: Source
     indices: IndexCache
     decode: str
     gpu: int | None
     threads: int
-    rates: dict[tuple[VideoFormat, int], Rates] = field(default_factory=dict)
 
     def of_camera(self, key: str) -> Route:
         """Return the route of a camera. See `choose_routes` for the errors.
@@ -123,7 +114,8 @@ class _Choice:
         _, first = np.unique(self.source.dataset_of[present], return_index=True)
         routes = []
         try:
-            if self.decode == "dali" and (why := self._unfit_for_dali(key)):
+            if self.decode == "dali" and not present.all():
+                why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
                 return _torchcodec_instead(self.decode, why)
             for episode in np.flatnonzero(present)[first].tolist():
                 routes.append(self._of_episode(key, episode))
@@ -133,19 +125,13 @@ class _Choice:
             raise ValueError(f"{key}: {error}") from error
         return routes[0]
 
-    def _unfit_for_dali(self, key: str) -> str:
-        """Return why DALI must not decode a camera, whatever its files are. The text is empty if it may."""
-        if (self.source.videos[key].file == NONE).any():
-            return "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
-        return ""
-
     def _of_episode(self, key: str, episode: int) -> Route:
         """Return the route of a camera according to the file that contains an episode, after a trial."""
         store = self.source.data_store
         try:
             index = self.indices.of(key, episode, store)
             video = VideoFiles(self.source, key).format(index, 0)
-            route = choose(self.decode, self.gpu, video, index, store)
+            route = choose(self.decode, self.gpu, self.threads, video, index, store)
             if route.decoder == "torchcodec":
                 return route
             try:
@@ -153,8 +139,6 @@ class _Choice:
 
                 if refused := trial(route.decoder, store, index, video, self.gpu):
                     return _torchcodec_instead(self.decode, refused)
-                if self.decode == "auto" and self.gpu is not None:
-                    return self._fastest(index, video, self.gpu)
             except (RuntimeError, MemoryError) as error:  # such as too little memory on the GPU
                 if self.decode != "auto":
                     raise
@@ -167,24 +151,6 @@ class _Choice:
                 raise
             # Other files may be intact, so no error is raised here. The first batch that requires the damaged file raises it.
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
-
-    def _fastest(self, index: VideoIndex, video: VideoFormat, gpu: int) -> Route:
-        """Return the faster of NVDEC and the CPU for a file on this machine."""
-        kind = video, int(np.median(index.gop_lengths))
-        if kind not in self.rates:
-            from dali_stream.decode import rate
-
-            try:
-                clip = rate.request_clip(self.source.data_store, index)
-                self.rates[kind] = rate.measure(clip, video, gpu, self.threads, _MEASURED_S)
-            except DecodeError as error:
-                return Route("torchcodec", f"the speed of NVDEC could not be measured: {error}")
-        rates = self.rates[kind]
-        text = (
-            f"NVDEC decodes {_name_and_size(video)} at {rates.nvdec:.0f} frames/s here, and the CPU with {self.threads} "
-            f"threads at {rates.cpu:.0f}"
-        )
-        return Route(TORCHCODEC_CUDA if rates.nvdec >= rates.cpu else "torchcodec", text)
 
 
 def _torchcodec_instead(decode: str, why: str) -> Route:
@@ -207,14 +173,15 @@ def _warn_without_nvdec(gpu: int) -> None:
         _log.warning("The CPU decodes all videos, although GPU %d is used: %s. %s", gpu, error, error.remedy)
 
 
-def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
+def choose(decode: str, gpu: int | None, threads: int, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
     """Return the route of a camera according to its first file, without decoding frames.
 
-    On a GPU, "auto" returns NVDEC if torchcodec can use it. A Loader then takes the CPU instead if that is faster.
+    The route depends on facts alone, so all ranks with the same GPU and the same number of threads choose the same one.
 
     Args:
         decode: One of `DECODE`.
         gpu: Number of the CUDA device, or None if batches are made on the CPU.
+        threads: Number of decode threads.
         video: Format of the camera's first file.
         index: Index of this file.
         store: Store of this file.
@@ -230,10 +197,28 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
         refused, name = refusal_of_file(gpu, video, index, store), "DALI's CPU decoder" if gpu is None else "NVDEC"
         route = Route("dali", f"{name} decodes {_name_and_size(video)}")
     else:
-        refused = refusal_of_torchcodec(gpu, video, index, store) or _lacks_torchcodec(gpu)
-        asked = f'decode="{TORCHCODEC_CUDA}" asks for it'
-        route = Route(TORCHCODEC_CUDA, f"NVDEC decodes {_name_and_size(video)}" if decode == "auto" else asked)
-    return _torchcodec_instead(decode, refused) if refused else route
+        refused = refusal_of_nvdec(gpu, video, index, store)
+        route = Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
+    if refused:
+        return _torchcodec_instead(decode, refused)
+    return _faster(gpu, threads, video) if decode == "auto" and gpu is not None else route
+
+
+def refusal_of_nvdec(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
+    """Return why torchcodec cannot or must not decode this video on NVDEC of this machine. The text is empty if it may."""
+    return refusal_of_torchcodec(gpu, video, index, store) or _lacks_torchcodec(gpu)
+
+
+def _faster(gpu: int, threads: int, video: VideoFormat) -> Route:
+    """Return NVDEC, or the CPU if it has more threads than the engines of NVDEC are worth.
+
+    On the CPU, a frame takes time in proportion to its pixels. On NVDEC, small frames are not faster than those of `_PIXELS`.
+    """
+    engines = capability(gpu, video.codec, video.chroma, video.depth).engines
+    worth = int(_THREADS_PER_ENGINE * engines * max(video.height * video.width / _PIXELS, 1))
+    decoder, verb = (TORCHCODEC_CUDA, "decodes") if threads <= worth else ("torchcodec", "would decode")
+    text = f"NVDEC {verb} {_name_and_size(video)} with {counted(engines, 'engine')}, worth about {worth} threads"
+    return Route(decoder, f"{text}, and num_threads is {threads}")
 
 
 def _name_and_size(video: VideoFormat) -> str:

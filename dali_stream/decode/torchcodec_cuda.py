@@ -57,16 +57,6 @@ def own_stream(gpu: int | None) -> Iterator[None]:
         streams.put(stream)
 
 
-def release_decoders(gpu: int) -> None:
-    """Free the decoders that torchcodec keeps on a GPU, and the memory of their frames, after a trial."""
-    from torchcodec.decoders import set_nvdec_cache_capacity  # see `_streams`
-
-    set_nvdec_cache_capacity(0)
-    set_nvdec_cache_capacity(_CACHED)
-    with torch.cuda.device(gpu):
-        torch.cuda.empty_cache()
-
-
 @functools.cache
 def _streams(gpu: int) -> queue.LifoQueue[torch.cuda.Stream]:
     """Return the streams of a GPU, for all cameras and Loaders of this process: one per decoding session.

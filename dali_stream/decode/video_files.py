@@ -6,7 +6,7 @@ import numpy as np
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.checks.arrays import Array, Int64
-from dali_stream.decode.decoder import OtherSizes, RouteChange, named
+from dali_stream.decode.decoder import OtherSizes, named
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset_files import CLOCKS
 from dali_stream.lerobot.source import Source
@@ -93,10 +93,6 @@ class VideoFiles:
                 "Otherwise, leave it out of cameras"
             )
         self._other_sizes.add(episode, (video.height, video.width), where)
-
-    def change(self, index: VideoIndex, reason: object) -> RouteChange:
-        """Return the error that moves the camera from NVDEC to the CPU because of a file."""
-        return RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """Return an error whose message starts with the camera, the episode, the frames and the file."""

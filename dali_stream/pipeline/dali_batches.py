@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from dali_stream.decode import dali
-from dali_stream.decode.decoder import RouteChange
+from dali_stream.decode.audit import mismatch
 from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.counters import Counters
@@ -19,8 +19,6 @@ from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerProcess
-
-_TRIED = 8  # number of clips decoded at a time to find a broken one: few, since the failed pipeline still uses memory
 
 
 class DaliBatches:
@@ -41,7 +39,7 @@ class DaliBatches:
 
     def __init__(self, layout: Layout, producer: Producer | ProducerProcess, counters: Counters, user: Graph | None) -> None:
         config = layout.config
-        self._config, self._counters, self._user = config, counters, user
+        self._config, self._counters = config, counters
         self._external = ExternalSource(layout, producer)
         pipeline, names = graph.build(layout, self._external, user)
         self._iterator = Iterator(pipeline, names, producer.starter, self._external.prepare, turns(config.gpu))
@@ -50,7 +48,7 @@ class DaliBatches:
         """Return the next batch, with frames channels first.
 
         Raises:
-            RouteChange: If DALI cannot decode a camera.
+            DecodeError: If DALI cannot decode a clip, or if an audit finds a wrong frame.
             DaliStreamError: If the batch could not be made.
         """
         try:
@@ -60,8 +58,7 @@ class DaliBatches:
                 finished = self._external.batches.popleft()
                 begin_batch(finished.number)
         except PipelineError as error:
-            if change := self._route_change(error.explanation):
-                raise change from error.__cause__
+            self._check_clips()
             raise DaliStreamError(
                 f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
@@ -74,38 +71,33 @@ class DaliBatches:
         return finished.texts | batch  # DALI has no strings
 
     def _audit(self, finished: FinishedBatch, batch: dict[str, Any]) -> None:
-        """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
+        """Compare samples with the frames that FFmpeg decodes. Raises DecodeError if DALI delivered a different frame."""
         for camera in self._external.on_dali:
             # A user's function may change the frames, so the decoded frames are additional outputs of the graph.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
-            audits = ((sample, clip.audit) for sample, clip in enumerate(finished.frames[camera]) if clip.audit)
-            for sample, audit in audits:
+            for sample, clip in enumerate(finished.frames[camera]):
+                if clip.expected is None:
+                    continue
                 window = frames[sample].unsqueeze(0) if self._config.squeezed(camera) else frames[sample]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
                 with self._counters.timed("starved_s"):
-                    different = audit.mismatch(levels)
+                    steps, different = mismatch(levels, clip.expected)
                 if different:
-                    raise RouteChange([camera], different)
+                    raise dali.refused(self._config.source, camera, clip.request, different, steps)
 
-    def _route_change(self, explanation: str) -> RouteChange | None:
-        """Return the cameras that DALI cannot decode. None if another operator failed.
+    def _check_clips(self) -> None:
+        """Decode the clips of all batches in the pipeline again, since DALI's error names neither camera nor clip.
 
-        DALI's error names neither camera nor clip, so the clips of all batches in the pipeline are decoded again, camera by
-        camera. If all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for
-        the graph: then one of its operators may have failed.
+        Raises:
+            DecodeError: If DALI cannot decode one of them.
         """
-        failed, on_dali = {}, self._external.on_dali
-        for camera in on_dali:
-            clips = [clip for batch in self._external.batches for clip in batch.frames[camera]]
-            try:
-                for i in range(0, len(clips), _TRIED):
-                    dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._config.gpu, 1)
-            except DecodeError as error:
-                failed[camera] = str(error)
-        if not failed and (self._user is not None or not on_dali):
-            return None
-        reason = next(iter(failed.values()), f"DALI's video decoder failed: {explanation}")
-        return RouteChange(list(failed) or on_dali, reason)
+        for batch in self._external.batches:
+            for camera in self._external.on_dali:
+                for clip in batch.frames[camera]:  # one at a time, since the failed pipeline still uses memory
+                    try:
+                        dali.decode([(clip.clip, clip.frames)], self._config.gpu, 1)
+                    except DecodeError as error:
+                        raise dali.refused(self._config.source, camera, clip.request, error) from error
 
     def abandon(self) -> None:
         """Leave the pipeline to the parent of a forked process."""

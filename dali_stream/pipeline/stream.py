@@ -1,4 +1,4 @@
-"""Stream of batches from any position of the order, which continues with another decoder if one fails."""
+"""Stream of batches from any position of the order, which continues with the CPU if NVDEC fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BatchStream:
         """Return the next batch.
 
         Raises:
-            RouteChange: If a decoder cannot decode a camera.
+            RouteChange: If torchcodec cannot decode a camera on NVDEC.
             DaliStreamError: If the batch could not be made, or the stream was closed.
         """
         batches = self._batches  # a local reference, since another thread that closes the loader resets the attribute
@@ -123,12 +123,12 @@ def _close_dropped(producer: Producer | ProducerProcess) -> None:
 
 
 class BatchSource:
-    """Batches of a loader from any position. If NVDEC fails to decode a camera, the CPU continues with it.
+    """Batches of a loader from any position. If torchcodec fails to decode a camera on NVDEC, the CPU continues with it.
 
     Args:
         routes: {camera: decoder}.
         user: User's function for the graph. None if the user gives none.
-        decode: Argument of the Loader.
+        decode: Argument of the Loader. Only with "auto", the CPU continues. Otherwise, the failure is an error.
         counters: Counters to add to.
         own_process: Whether a process of its own makes the batches, see `ProducerProcess`. It is started at once.
 
@@ -204,7 +204,7 @@ class BatchSource:
                 # The pipeline is rebuilt at this position. If the data is broken, torchcodec's error names the sample.
                 self.stop()
                 self._counters.add(route_changes=1)
-                self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
+                self.routes = self.routes | {change.camera: Route("torchcodec", change.reason)}
                 _log.warning("Falling back to torchcodec: %s", change)
             except (DatasetError, DecodeError, StorageError) as error:
                 # The message says everything. The traceback through the threads and decoders only helps to debug the loader.
@@ -218,7 +218,8 @@ class BatchSource:
         child, self._child = self._child, None
         if child is not None:
             return ProducerProcess(child, layout, epoch, position, self._counters)
-        return Producer(layout, epoch, position, self._counters, Buffers(layout.channels_first, len(layout.cached)))
+        buffers = Buffers(layout.channels_first, len(layout.cached), layout.config.gpu)
+        return Producer(layout, epoch, position, self._counters, buffers)
 
     def _start_process(self) -> None:
         try:

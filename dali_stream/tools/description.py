@@ -23,6 +23,7 @@ from dali_stream.lerobot.json_files import read_json
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
+from dali_stream.system import cpu
 from dali_stream.system.gpu import gpu_index
 from dali_stream.tools.work import spread
 
@@ -61,7 +62,7 @@ class CameraReport:
         open_gops: Whether any file has open GOPs, in which frames after a keyframe depend on frames before it.
         files, files_looked_at: Number of files, and of files whose index was read.
         bytes: Size of all files, in bytes.
-        route: Decoder that a Loader starts with on this machine.
+        route: Decoder that a Loader starts with on this machine, with the default `num_threads`.
         route_change: Reason why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
         remarks: Entries of `meta/info.json` that the first file contradicts.
         broken: Reasons why checked files cannot be read.
@@ -285,7 +286,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, is_d
     """
     formats = [table.format(number) for table in tables for number in range(len(table.configs))]
     first = formats[0]
-    route = DEPTH if is_depth else choose("auto", gpu, first, tables[0], store)
+    route = DEPTH if is_depth else choose("auto", gpu, cpu.cores(), first, tables[0], store)
     # The end of a file cuts its last GOP short, so this GOP says nothing about the distance of keyframes.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
     formats_of = ((table, table.format(number)) for table in tables for number in range(len(table.configs)))

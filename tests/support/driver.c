@@ -2,6 +2,8 @@
  *
  *   FAKE_GPUS=a100,l4          the GPUs: a100, h100, l4, b200, mig (an A100's slice without engines), t4
  *   FAKE_FAILS=cuInit=803,...  calls that fail, with the error they return; cuvidGetDecoderCaps:av1=801 fails for one codec
+ *   FAKE_OUTPUTS=4             mask of the output formats of every codec
+ *   FAKE_LIMITS=80,144,4096,4096,65536  least height and width, largest height and width, and macroblocks of every codec
  *   FAKE_CALLS=path            a file that gets the name of each call, a line each
  *
  * One source for both libraries; -DVIDEO makes libnvcuvid. Capabilities as NVIDIA's "Video Encode and Decode Support Matrix"
@@ -205,12 +207,20 @@ int cuvidGetDecoderCaps(Caps *caps) {
     unsigned depth = caps->depth_minus_8 + 8, large = caps->codec == H264 || caps->codec == VP8 ? 4096 : 8192;
     caps->supported = (unsigned char)decodes(gpu, caps->codec, caps->chroma, depth);
     caps->engines = caps->supported ? (unsigned char)gpu->engines : 0;
-    caps->outputs = !caps->supported ? 0 : caps->chroma == C444 ? (depth == 8 ? 4 : 8) : depth == 8 ? 1 : 3;
+    const char *outputs = getenv("FAKE_OUTPUTS");
+    caps->outputs = !caps->supported ? 0 : outputs && *outputs ? (unsigned short)atoi(outputs) : caps->chroma == C444 ? (depth == 8 ? 4 : 8) : depth == 8 ? 1 : 3;
     caps->max_width = caps->supported ? large : 0;
     caps->max_height = caps->supported ? large : 0;
     caps->max_macroblocks = caps->supported ? large * large / 256 : 0;
     caps->min_width = caps->supported ? 144 : 0;
     caps->min_height = caps->supported ? 80 : 0;
+    unsigned height, width;
+    const char *limits = getenv("FAKE_LIMITS");
+    if (limits && caps->supported && sscanf(limits, "%u,%u,%u,%u,%u", &height, &width, &caps->max_height, &caps->max_width,
+                                            &caps->max_macroblocks) == 5) {
+        caps->min_height = (unsigned short)height;
+        caps->min_width = (unsigned short)width;
+    }
     return 0;
 }
 

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-_SOURCE = Path(__file__).with_name("driver.c")
+SOURCE = Path(__file__).with_name("driver.c")
 FakeDriver = Callable[..., dict[str, str]]
+
+
+def compiler() -> str:
+    """The C compiler of this machine. The test is skipped if none is installed."""
+    found = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
+    if found is None:
+        pytest.skip("the fake driver needs a C compiler, and none is installed")
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -21,17 +29,14 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
     `gpus` are names that driver.c knows; `video=False` is a container without the video capability. The test is skipped if
     no C compiler is installed.
     """
-    compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
-    if compiler is None:
-        pytest.skip("there is no C compiler to build the fake driver with")
     folders = {}
     for video in (True, False):
         folder = folders[video] = tmp_path_factory.mktemp("driver")
-        build = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-O1", str(_SOURCE)]
+        build = [compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-O1", str(SOURCE)]
         subprocess.run([*build, "-o", str(folder / "libcuda.so.1"), "-Wl,-soname,libcuda.so.1"], check=True)
         if video:
             link = ["-DVIDEO", str(folder / "libcuda.so.1"), "-Wl,-rpath,$ORIGIN", "-o", str(folder / "libnvcuvid.so.1")]
-            subprocess.run([*build[:-1], *link[:1], str(_SOURCE), *link[1:]], check=True)
+            subprocess.run([*build[:-1], *link[:1], str(SOURCE), *link[1:]], check=True)
 
     def environment(*gpus: str, fails: dict[str, int] | None = None, video: bool = True, cuda: str = "13000") -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(folders[video]), os.environ.get("LD_LIBRARY_PATH"))))

@@ -14,6 +14,7 @@ from dali_stream.checks.arrays import NONE
 from dali_stream.decode.audit import difference
 from dali_stream.decode.capability import capability
 from dali_stream.decode.refusal import refusal
+from dali_stream.decode.route import refusal_of_nvdec
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, FrameSizeError, counted
 from dali_stream.mp4.clip import is_avc, pack
@@ -214,7 +215,9 @@ def check_routes(camera: Camera) -> list[Finding]:
         text = route.reason if on_nvdec else f"{route.decoder}: {route.reason}"
         if report.route_change:
             text += f"; torchcodec from a later file: {report.route_change}"
-        if gpu is None or route.decoder == "pyav" or (on_nvdec and not report.route_change):
+        # A refusal is asked for again, since the CPU is also chosen where it has many threads per NVDEC engine.
+        refused = refusal_of_nvdec(gpu, camera.video, camera.tables[0], camera.dataset.data_store)
+        if gpu is None or route.decoder == "pyav" or not (refused or report.route_change):
             findings.append(camera.finding(f"on {place}", OK, text))
             continue
         codec = next((codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)), "")
