@@ -21,7 +21,7 @@ from dali_stream.storage.local_files import NO_FOLLOW, OpenFile, OpenFiles, allo
 
 _log = logging.getLogger("dali_stream")
 WAIT_S = 2.0  # maximum wait for frames that other processes decode, in seconds. A task usually takes less than 0.5 s
-_WAITS = 5  # number of timeouts in a row before this process stops claiming. Each costs a thread `WAIT_S`
+_WAITS = 5  # number of timeouts in a row before this process stops claiming. Each costs a thread `wait_s`
 _POLL_S = 0.005  # interval at which a waiting thread tries again
 _FILES = 31  # number of files. It is prime, so the blocks of all videos are distributed evenly
 _BLOCK = 64  # frames of a video next to each other whose claims are in the same file
@@ -33,9 +33,11 @@ class Claims:
 
     Args:
         folder: Folder of the frame cache.
+        wait_s: Maximum wait for frames that other processes decode, in seconds. Default: `WAIT_S`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wait_s: float | None = None) -> None:
+        self._wait_s = WAIT_S if wait_s is None else wait_s
         self._folder, self._files = folder, OpenFiles(folder, os.O_WRONLY | os.O_CREAT | NO_FOLLOW)
         self._is_used = allowed_descriptors(_DESCRIPTORS) >= _DESCRIPTORS
         self._waits = 0  # number of timeouts since a claim last became free
@@ -44,7 +46,7 @@ class Claims:
         """Divide the decoding of frames between the processes that need them at the same time.
 
         The frames of a part are claimed until the next part is requested. While other processes have claimed all that remain,
-        this waits. After `WAIT_S`, or if the folder allows no claims, the last part has all of them. After several timeouts,
+        this waits. After `wait_s`, or if the folder allows no claims, the last part has all of them. After several timeouts,
         for example because a network file system has not released a lock, no more claims are made.
 
         Args:
@@ -65,7 +67,7 @@ class Claims:
         # Each frame has a byte. Two files whose digits begin alike share bytes, and only wait for each other.
         places = [(int(digits[:7], 16) << 32) + number for digits, number in frames]
         while remaining:
-            claimed = _claimed(files, _ranges([places[i] for i in remaining]))
+            claimed = self._claimed(files, _ranges([places[i] for i in remaining]))
             self._count(bool(claimed))
             own = {place for each in claimed for place in each}
             part = [i for i in remaining if places[i] in own] or remaining
@@ -76,6 +78,17 @@ class Claims:
                     _lock(files, fcntl.F_UNLCK, each)
             remaining = [i for i in remaining if i not in part]
 
+    def _claimed(self, files: Sequence[OpenFile], ranges: list[range]) -> list[range]:
+        """Claim the ranges that no other process has claimed, or wait for the first. Return none after `wait_s`."""
+        until = time.monotonic() + self._wait_s
+        if claimed := [each for each in ranges if _lock(files, fcntl.F_WRLCK, each)]:
+            return claimed
+        while not _lock(files, fcntl.F_WRLCK, ranges[0]):
+            if time.monotonic() >= until:
+                return []
+            time.sleep(_POLL_S)
+        return ranges[:1] + [each for each in ranges[1:] if _lock(files, fcntl.F_WRLCK, each)]
+
     def _count(self, is_claimed: bool) -> None:
         """Count timeouts in a row, and stop claiming after `_WAITS` of them."""
         self._waits = 0 if is_claimed else self._waits + 1
@@ -84,24 +97,12 @@ class Claims:
             _log.warning(
                 "%s: frames that other processes have claimed did not become free for %d times %g s, as with locks that a "
                 "network file system does not release. From now on, this process decodes them without waiting",
-                *(self._folder, self._waits, WAIT_S),
+                *(self._folder, self._waits, self._wait_s),
             )
 
     def close(self) -> None:
         """Close the files. The next claim opens them again."""
         self._files.close()
-
-
-def _claimed(files: Sequence[OpenFile], ranges: list[range]) -> list[range]:
-    """Claim those ranges that no other process has claimed, or else wait for the first. Return none after `WAIT_S`."""
-    until = time.monotonic() + WAIT_S
-    if claimed := [each for each in ranges if _lock(files, fcntl.F_WRLCK, each)]:
-        return claimed
-    while not _lock(files, fcntl.F_WRLCK, ranges[0]):
-        if time.monotonic() >= until:
-            return []
-        time.sleep(_POLL_S)
-    return ranges[:1] + [each for each in ranges[1:] if _lock(files, fcntl.F_WRLCK, each)]
 
 
 def _ranges(places: list[int]) -> list[range]:
