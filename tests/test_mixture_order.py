@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples, slow
 
+from dali_stream import MixtureOrder
 from dali_stream.order import has_consumers
 from dali_stream.order.batches import Batches
 from dali_stream.order.interleave import Interleave
-from dali_stream.order.mixture import MixtureOrder
-from dali_stream.order.orders import MixtureOrders
+from dali_stream.order.orders import DatasetOrders, MixtureOrders
 from dali_stream.order.shares import Shares, shares
 from dali_stream.order.state import OrderArguments
 
@@ -545,6 +545,14 @@ def test_each_rank_has_its_part_of_the_open_episodes() -> None:
     for ranks in (1, 2, 8):
         in_use = orders.episodes_in_use(arguments, Batches(20_000, 64 // ranks, ranks, "drop"))
         assert in_use == 32 * (2 * 4 + 2) // ranks  # of each dataset 4 segments, and one that takes the place of another
+
+
+@pytest.mark.parametrize(("shuffle", "expected"), [(True, 24), ("sharded", 24), ("global", 4), (False, 2)])
+def test_the_pools_of_a_rank_are_its_open_episodes(shuffle: bool | str, expected: int) -> None:
+    """An order without pools has those of a batch."""
+    arguments, batches = OrderArguments(shuffle, 0, 12, 3), Batches(3000, 4, 2, "drop")  # type: ignore[arg-type]
+    for orders in (DatasetOrders(np.full(300, 10)), MixtureOrders([np.full(300, 10)], [None], shares([3000]))):
+        assert orders.episodes_in_use(arguments, batches) == expected
 
 
 def test_no_sample_beyond_the_end() -> None:

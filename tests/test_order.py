@@ -10,8 +10,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import permutations
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,19 +24,10 @@ from support.mixing import Mixing, pool_mixing, sharded_mixing
 from support.slow import examples, slow_after
 
 import dali_stream
-from dali_stream import FrameSampler, MixtureOrder, Order, ResumeError
-from dali_stream.integrations.lerobot import arguments as lerobot_arguments
+from dali_stream import Dataset, FrameSampler, Loader, Mixture, MixtureOrder, Order, ResumeError
 from dali_stream.lerobot.frame_ranges import FrameRanges
 from dali_stream.order import default_pools
-from dali_stream.order.batches import Batches
-from dali_stream.order.order import is_shuffle
-from dali_stream.order.orders import DatasetOrders, MixtureOrders
-from dali_stream.order.pool import EpisodePool, Run
 from dali_stream.order.selected import SelectedOrder
-from dali_stream.order.shard import Pieces
-from dali_stream.order.shares import shares
-from dali_stream.order.state import OrderArguments, noted
-from dali_stream.pipeline import planner
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -125,6 +118,24 @@ def test_seeds_and_epochs_give_orders_of_their_own(shuffle: bool | str) -> None:
         assert read(Order([50, 1, 70], shuffle, seed, epoch, consumers=4)) == order
 
 
+def executed_lines(function: Callable[[], Any]) -> tuple[int, Any]:
+    """Number of lines of Python that a function executes, as a measure of its work, and its result."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = function()
+    finally:
+        sys.settrace(before)
+    return lines, result
+
+
 def test_long_runs_are_drawn_in_parts() -> None:
     """Each frame comes once, and a read anywhere repeats less than 1.5 parts of each consumer, however long the run is."""
     lengths, pool, consumers = [7] * 3000, 2, 3
@@ -133,31 +144,15 @@ def test_long_runs_are_drawn_in_parts() -> None:
     assert len(set(whole)) == len(whole) == 21_000
     digest = hashlib.sha256(np.array(whole).tobytes()).hexdigest()[:16]
     assert digest == "bb237a272863a300", "saved states of users point into this order: it never changes"
-    drawn: list[int] = []
-    draw = EpisodePool.draw
-
-    def counting(self: EpisodePool, count: int) -> list[int]:
-        drawn.append(count)
-        return draw(self, count)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EpisodePool, "draw", counting)
-        for start in range(0, 18_000, 1000):
-            drawn.clear()
-            assert read(Order(lengths, True, 5, 0, consumers, pool), start, 10) == whole[start : start + 10]
-            assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # a read covers whole blocks of 2048 samples
+    work = []
+    for start in range(0, 18_000, 1000):
+        lines, found = executed_lines(partial(read, Order(lengths, True, 5, 0, consumers, pool), start, 10))
+        assert found == whole[start : start + 10]
+        work.append(lines)
+    # A read covers whole blocks of 2048 samples. Those of the first block repeat nothing.
+    assert max(work) < work[0] * (1 + consumers * 1.5 * 8 * pool * 7 / 2048) * 1.1
     for start in range(20_900, 0, -311):  # one object, backwards
         assert read(order, start, 5, 1, 3) == whole[start + (1 - start) % 3 :: 3][:5]
-
-
-def test_a_run_is_read_from_any_draw() -> None:
-    ends = np.arange(7, 7 * 301, 7)
-    whole = Run(ends, 100, 2000, (1,), pool=2, consumer=1, consumers=2).draw(0, 1900)
-    assert sorted(whole) == list(range(100, 2000))
-    run, random = Run(ends, 100, 2000, (1,), pool=2, consumer=1, consumers=2), np.random.default_rng(0)
-    for first in random.integers(0, 1900, 300).tolist():  # also back within a part, which has about 112 draws
-        for begin in (first, max(first - 20, 0)):
-            assert run.draw(begin, min(10, 1900 - begin)) == whole[begin : begin + 10]
 
 
 def test_arrays_and_numpy_integers_are_taken() -> None:
@@ -196,7 +191,7 @@ def ranges_of(draw: st.DrawFn, episode_lengths: list[int]) -> FrameRanges:
     return FrameRanges(len(episode_lengths), *(np.array([row[i] for row in rows], np.int64) for i in range(3)))
 
 
-def frames_in(found: Pieces | None) -> list[Sample]:
+def frames_in(found: Any) -> list[Sample]:
     assert found is not None
     pieces = zip(*(values.tolist() for values in found), strict=True)
     return sorted((episode, frame) for episode, start, stop in pieces for frame in range(start, stop))
@@ -229,43 +224,54 @@ def test_seeds_deal_the_episodes_and_epochs_permute_them() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [*SHUFFLES, "pool", 1, 0, None, np.True_, ["sharded"]])
-def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any) -> None:
-    """As an argument of orders, in the state of a run, which says whether it has consumers, and in LeRobot's checkpoints."""
+def test_a_value_is_accepted_everywhere_or_nowhere(shuffle: Any, odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As an argument of orders, samplers and Loaders, and in the state of a run, which says whether it has consumers."""
     accepted, pooled = shuffle in ("global", "sharded") or isinstance(shuffle, bool), shuffle is True or shuffle == "sharded"
-    assert is_shuffle(shuffle) == accepted
-    assert any(kind.fits(shuffle) for kind in lerobot_arguments.SAVED["shuffle"]) == (accepted or shuffle is None)
-    state = {"shuffle": shuffle, "consumers": 12, "episode_pool_size": 3}
-    taken = noted({"order": state}, None, {"consumers": None, "episode_pool_size": None})
-    assert taken == (state if pooled else {"shuffle": shuffle} if accepted else {})
-    if not accepted:
-        for refused in (
-            lambda: Order([3], shuffle),
-            lambda: MixtureOrder([[3]], shares([3]), shuffle),
-            lambda: FrameSampler([3], shuffle=shuffle or 0),
-            lambda: OrderArguments(shuffle, 0, 12, 3).checked(0, 1),
-        ):
-            with pytest.raises(ValueError, match="shuffle must be "):
-                refused()
-        return
-    arguments = OrderArguments(shuffle, 0, 12, 3)
-    for order in (Order([30], shuffle), MixtureOrder([[30]], shares([30]), shuffle), FrameSampler([30], shuffle=shuffle)):
-        assert len(order) == 30
-    read_by_five: list[Callable[[], object]] = [
-        lambda: Order([30], shuffle, consumers=12).read(0, 1, 0, 5),
-        lambda: MixtureOrder([[30]], shares([30]), shuffle, consumers=12).read(0, 1, 0, 5),
-        lambda: FrameSampler([30], shuffle=shuffle, consumers=12, rank=0, world_size=5),
-        lambda: arguments.checked(0, 5),
-        lambda: arguments.check_resumable(5),
+    dataset = Dataset(odd, cameras=[])
+    mixture, lengths = Mixture({"odd": dataset}), dataset.lengths.tolist()
+    makers: list[Callable[..., Any]] = [
+        partial(Order, lengths, shuffle),
+        partial(MixtureOrder, [lengths], mixture.shares, shuffle),
+        partial(FrameSampler, lengths, shuffle=shuffle if accepted else shuffle or 0),  # None is its default
+        partial(Loader, dataset, batch_size=5, device="cpu", shuffle=shuffle if accepted else shuffle or 0),
     ]
-    for read_on in read_by_five:
+    order = {"shuffle": shuffle, "seed": 0, "consumers": 12, "episode_pool_size": 3}
+    state = state_with(FrameSampler(lengths), order)
+    if not accepted:
+        for make in makers:
+            with pytest.raises(ValueError, match="shuffle must be "):
+                make()
+        with pytest.raises(ResumeError, match="shuffle was "):
+            FrameSampler(lengths).load_state_dict(state)
+        return
+    if not pooled:
+        order = {key: order[key] for key in ("shuffle", "seed") if shuffle or key == "shuffle"}
+        state = state_with(FrameSampler(lengths), order)
+    ordered, mixed, sampler, loader = (make(consumers=12) for make in makers)
+    resumed = FrameSampler(lengths)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict(step=0, batch_size=1) == state
+    assert len(ordered) == len(mixed) == len(sampler) == 21
+    assert ("consumers" in loader.state_dict()["order"]) == pooled
+    assert ("consumers=12 does not divide the global batch" in caplog.text) == pooled
+    loader.close()
+    of_five = {"consumers": 12, "rank": 0, "world_size": 5}
+    for read_on in (
+        lambda: ordered.read(0, 1, 0, 5),
+        lambda: mixed.read(0, 1, 0, 5),
+        lambda: FrameSampler(lengths, shuffle=shuffle, **of_five),
+        lambda: FrameSampler(lengths, rank=0, world_size=5).load_state_dict(state),
+        lambda: Loader(dataset, batch_size=1, device="cpu", shuffle=shuffle, **of_five).close(),
+    ):
         with pytest.raises((ValueError, ResumeError), match="must divide consumers=12") if pooled else nullcontext():
             read_on()
-    assert (arguments.uneven(5, 1) is not None) == pooled
-    assert ("a smaller episode_pool_size" in planner._reread_remedies(None, shuffle, False, False)) == pooled
-    assert ("consumers" in arguments.state()) == pooled
-    batches = Batches(3000, 4, 2, "drop")
-    for drawn in (DatasetOrders(np.full(300, 10)), MixtureOrders([np.full(300, 10)], [None], shares([3000]))):
-        assert (drawn.episodes_in_use(arguments, batches) == 6 * 4) == pooled
+
+
+def state_with(sampler: FrameSampler, order: object) -> dict[str, Any]:
+    """The state of a new sampler, as if its run had these arguments of the order."""
+    state = sampler.state_dict(step=0, batch_size=1)
+    own = {key: value for key, value in state["order"].items() if key.startswith("drop_n_")}
+    return state | {"order": order | own if isinstance(order, dict) else order}
 
 
 GOLDEN_SMALL = {
@@ -542,11 +548,8 @@ def test_bad_reads_are_refused(arguments: dict[str, int], message: str) -> None:
 def test_a_world_size_that_does_not_divide_the_consumers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size must divide consumers=12, got 5\. Allowed .*: 1, 2, 3, 4, 6, 12\."):
         Order([30], consumers=12).read(0, 1, rank=0, world_size=5)
-    with pytest.raises(ValueError, match=r"world_size must divide consumers=12, got 5"):
-        OrderArguments("sharded", 0, 12, 4).checked(0, 5)
     for shuffle in ("global", False):  # these have no consumers, so any number of ranks will do
         assert len(read(Order([30], shuffle, consumers=12), rank=1, world_size=5)) == 6
-        assert OrderArguments(shuffle, np.int64(3), 12, 4).checked(0, 5) == (shuffle, 3, 12, 4)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- scale
@@ -593,33 +596,50 @@ def test_an_order_needs_neither_torch_nor_dali() -> None:
 
 
 SAVED = {"shuffle": True, "seed": 3, "consumers": 16, "episode_pool_size": 4}
+LENGTHS = [5, 1, 8, 7]
 
 
 @pytest.mark.parametrize(
-    ("order", "shuffle", "pools", "expected"),
+    ("order", "given"),
     [
-        (SAVED, None, (None, None), {"shuffle": True, "consumers": 16, "episode_pool_size": 4}),
-        (SAVED, True, (None, None), {"consumers": 16, "episode_pool_size": 4}),
-        (SAVED, None, (8, None), {"shuffle": True, "episode_pool_size": 4}),
-        (SAVED, "global", (None, None), {}),
-        (SAVED, False, (None, None), {}),
-        ({"shuffle": "global", "consumers": 16}, None, (None, None), {"shuffle": "global"}),
-        ({"shuffle": False, "consumers": 16}, None, (None, None), {"shuffle": False}),
-        ({"shuffle": False, "consumers": 16}, True, (None, None), {}),
-        (SAVED | {"consumers": 0, "episode_pool_size": 1}, True, (None, None), {"episode_pool_size": 1}),
-        (SAVED | {"consumers": True, "episode_pool_size": 2.0}, True, (None, None), {}),
-        (SAVED | {"shuffle": "other"}, None, (None, None), {}),
-        (SAVED | {"shuffle": "sharded"}, None, (None, 2), {"shuffle": "sharded", "consumers": 16}),
-        (SAVED | {"shuffle": "sharded"}, "sharded", (None, None), {"consumers": 16, "episode_pool_size": 4}),
-        (SAVED | {"shuffle": "sharded"}, True, (None, None), {}),
-        (SAVED, "sharded", (None, None), {}),
-        (SAVED | {"shuffle": ["sharded"]}, None, (None, None), {}),
-        ("no order", None, (None, None), {}),
-        (None, True, (None, None), {}),
+        (SAVED, {}),
+        (SAVED, {"shuffle": True}),
+        (SAVED, {"consumers": 16}),
+        (SAVED, {"episode_pool_size": 4}),
+        (SAVED | {"shuffle": "sharded"}, {}),
+        (SAVED | {"shuffle": "sharded"}, {"shuffle": "sharded", "episode_pool_size": 4}),
+        ({"shuffle": "global", "seed": 3}, {}),
+        ({"shuffle": "global", "seed": 3}, {"shuffle": "global", "consumers": 8}),
+        ({"shuffle": False}, {}),
     ],
 )
-def test_arguments_that_are_not_given_are_those_of_the_state(
-    order: object, shuffle: Any, pools: tuple[int | None, int | None], expected: dict[str, Any]
+def test_arguments_that_are_not_given_are_those_of_the_state(order: dict[str, Any], given: dict[str, Any]) -> None:
+    sampler = FrameSampler(LENGTHS, seed=3, **given)
+    state = state_with(sampler, order)
+    sampler.load_state_dict(state)
+    assert sampler.state_dict(step=0, batch_size=1) == state
+
+
+@pytest.mark.parametrize(
+    ("order", "given", "said"),
+    [
+        (SAVED, {"consumers": 8}, "consumers was 16 in the run and is 8 here"),
+        (SAVED, {"shuffle": "global"}, "shuffle was True in the run and is global here"),
+        (SAVED, {"shuffle": False}, "shuffle was True in the run and is False here"),
+        (SAVED, {"shuffle": "sharded"}, "shuffle was True in the run and is sharded here"),
+        (SAVED | {"shuffle": "sharded"}, {"shuffle": True}, "shuffle was sharded in the run and is True here"),
+        ({"shuffle": False}, {"shuffle": True}, "shuffle was False in the run and is True here"),
+        ({"shuffle": "global", "seed": 3, "consumers": 16}, {}, "consumers was 16 in the run"),
+        (SAVED | {"consumers": 0}, {}, "consumers was 0 in the run"),
+        (SAVED | {"consumers": True, "episode_pool_size": 2.0}, {}, "consumers was True in the run"),
+        (SAVED | {"shuffle": "other"}, {}, "shuffle was other in the run"),
+        ("no order", {}, "it was no order in the run"),
+        (None, {"shuffle": True}, "it was None in the run"),
+    ],
+)
+def test_a_state_whose_arguments_are_not_the_given_ones_or_no_arguments_is_refused(
+    order: object, given: dict[str, Any], said: str
 ) -> None:
-    given = dict(zip(("consumers", "episode_pool_size"), pools, strict=True))
-    assert noted({"order": order}, shuffle, given) == expected
+    sampler = FrameSampler(LENGTHS, seed=3, **given)
+    with pytest.raises(ResumeError, match=re.escape(said)):
+        sampler.load_state_dict(state_with(sampler, order))
