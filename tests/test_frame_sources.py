@@ -20,10 +20,8 @@ from support.frame_cache import FRAME, indices, records, run, same
 from support.servers import Server, spans
 
 from dali_stream import Dataset
-from dali_stream.cache.frame_files import _entry, video_records
+from dali_stream.cache.frame_files import FrameFiles, FrameFolder, video_records
 from dali_stream.cli import main
-from dali_stream.decode import torchcodec_decoder
-from dali_stream.mp4.clip import packet_hashes
 from dali_stream.mp4.index import read_index
 from dali_stream.storage.local import LocalStore
 
@@ -120,26 +118,35 @@ def test_files_with_equal_numbers_and_times_have_samples(tmp_path: Path, monkeyp
     assert store.identity("one") != store.identity("other")
 
 
-def test_the_samples_of_a_video_are_read_once_for_all_of_its_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def video_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(path, place, size) of each read of a video file from now on."""
+    read, reads = os.pread, list[tuple[str, int, int]]()
+
+    def noted(handle: int, size: int, at: int) -> bytes:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if path.endswith(".mp4"):
+            reads.append((path, at, size))
+        return read(handle, size, at)
+
+    monkeypatch.setattr(os, "pread", noted)
+    return reads
+
+
+def test_the_samples_of_a_video_are_read_once_for_all_of_its_episodes(
+    tmp_path: Path, video_reads: list[tuple[str, int, int]]
+) -> None:
     """In a run whose frames are all on disk, which reads nothing else of the video but its index."""
     video = videos.encode(videos.draw(), tmp_path / "a.mp4", videos.mpeg4(6))
     root = videos.write_dataset(tmp_path / "set", [video], [[4] * (videos.FRAMES // 4)])
     run(root, tmp_path / "frames", 1, **RECORDED)
-    read, sizes = os.pread, list[int]()
-
-    def noted(handle: int, size: int, at: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{handle}").endswith(".mp4"):
-            sizes.append(size)
-        return read(handle, size, at)
-
-    monkeypatch.setattr(os, "pread", noted)
     counts = []
     for episodes in ([7], None):
+        video_reads.clear()
         with closing(Dataset(root, episodes=episodes)) as dataset:
             _, stats = run(dataset, tmp_path / "frames", 2, **RECORDED)
         assert stats["decoded_frames"] == 0
-        counts.append(len(sizes))
-        sizes.clear()
+        counts.append(len(video_reads))
     assert counts[0] == counts[1] > 8
 
 
@@ -200,46 +207,41 @@ def test_another_source_with_the_same_packets_decodes_nothing(small: Path, tmp_p
     assert stats["disk_written_bytes"] == 0
 
 
-def noted_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
-    """Sizes of the reads of packets of a dataset from now on, and the size of all its packets."""
-    places = {index.path: range(int(index.offset[0]), int(index.end[-1])) for _, index in indices(root)}
-    read, sizes = LocalStore.read, list[int]()
-
-    def noted(store: LocalStore, path: str, start: int, stop: int) -> bytes:
-        if path in places and start < stop and places[path].start <= start and stop <= places[path].stop:
-            sizes.append(stop - start)
-        return read(store, path, start, stop)
-
-    monkeypatch.setattr(LocalStore, "read", noted)
-    return sizes, sum(map(len, places.values()))
+def packet_bytes(root: Path, reads: list[tuple[str, int, int]]) -> tuple[int, int]:
+    """Bytes that were read of the packets of a dataset, also as samples of the files, and the bytes of all its packets."""
+    places = {str(root / index.path): range(int(index.offset[0]), int(index.end[-1])) for _, index in indices(root)}
+    read = sum(size for path, at, size in reads if at in places[path] and at + size <= places[path].stop)
+    reads.clear()
+    return read, sum(map(len, places.values()))
 
 
 def test_packets_of_another_source_are_read_once_and_those_of_a_known_one_never(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, video_reads: list[tuple[str, int, int]]
 ) -> None:
+    copy, read = copied(small, tmp_path / "copy"), []
     run(small, tmp_path / "frames", 1, last_batch="partial")
-    copy = copied(small, tmp_path / "copy")
-    sizes, packets = noted_reads(copy, monkeypatch)
-    run(copy, tmp_path / "frames", 1, last_batch="partial")
-    assert 0.9 * packets <= sum(sizes) <= 1.1 * packets
-    sizes.clear()
-    run(copy, tmp_path / "frames", 1, last_batch="partial")
-    assert not sizes
+    video_reads.clear()
+    for root in (small, copy, copy):
+        run(root, tmp_path / "frames", 1, last_batch="partial")
+        found, packets = packet_bytes(root, video_reads)
+        read.append(found)
+    samples = read[0]
+    assert read == [samples, samples + packets, samples]
 
 
 def test_packets_that_are_not_those_of_the_stored_frames_are_compared_once(
-    stamped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stamped: Path, tmp_path: Path, video_reads: list[tuple[str, int, int]]
 ) -> None:
     """The folder has reached its limit, so that the frames of a damaged copy are not replaced by those of the good one."""
     run(damaged(stamped, tmp_path / "copy"), tmp_path / "frames", 1, **RECORDED)
     expected, _ = run(stamped, None, 1, **RECORDED)
-    compared = list[int]()
-    monkeypatch.setattr(
-        torchcodec_decoder, "packet_hashes", lambda *arguments: (compared.extend(arguments[2]), packet_hashes(*arguments))[1]
-    )
+    video_reads.clear()
+    read = []
     for _ in range(2):
         assert same(run(stamped, tmp_path / "frames", 3, **RECORDED, frame_cache_bytes=1, num_threads=1)[0], expected * 3)
-        assert len(compared) == len(set(compared)) > 0
+        found, packets = packet_bytes(stamped, video_reads)
+        read.append(found)
+    assert 0.9 * packets <= read[0] - read[1] <= 1.1 * packets
 
 
 def test_a_warm_run_of_a_known_server_requests_only_indices(small: Path, tmp_path: Path) -> None:
@@ -288,16 +290,14 @@ def test_verify_finds_frames_that_are_not_those_of_the_dataset(
     [(store, index)] = [each for each in indices(small) if names(each[0], each[1]) == path.name]
     own = video_records(store, index, np.arange(len(index)))
     assert own is not None
-    with path.open("r+b") as file:  # a frame of which someone has changed a pixel, with its checksum
-        file.seek(3 * FRAME)
-        frame = np.frombuffer(file.read(FRAME), np.uint8).copy()
-        frame[0] ^= 1
-        file.seek(own.count * FRAME + 3 * 16)
-        packets = int.from_bytes(file.read(8), "little")
-        file.seek(3 * FRAME)
-        file.write(frame.tobytes())
-        file.seek(own.count * FRAME + 3 * 16)
-        file.write(_entry(own, 3, packets, frame))
+    stored = path.read_bytes()
+    frame = np.frombuffer(stored[3 * FRAME : 4 * FRAME], np.uint8).copy()
+    frame[0] ^= 1
+    packets = int.from_bytes(stored[own.count * FRAME + 3 * 16 :][:8], "little")
+    [key] = [json.loads(file.read_text()) for file in tmp_path.glob("*/key.json")]
+    files = FrameFiles(FrameFolder(tmp_path, None), key, FRAME)
+    assert files.write(own, 3, packets, frame)  # with its checksum
+    files.close()
     assert main(command) == 1
     text = said(capsys)
     assert "1 frame differ" in text
