@@ -7,8 +7,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from support.doctor import NO_DECODER, TORCHCODEC, bad, doctor, found, looked_at
 from support.driver import FakeDriver
 from support.gpu_machine import GpuMachine
 from support.programs import driver
-from support.videos import CAMERA, draw, encode, ffmpeg, h264, loader, shifted, vp9, write_dataset
+from support.videos import CAMERA, draw, encode, ffmpeg, h264, loader, shifted, write_dataset
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.lerobot.info import INFO
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis import camera
+from dali_stream.tools.diagnosis import Finding
 from dali_stream.tools.diagnosis.camera import Camera, check_frame
 from dali_stream.tools.diagnosis.rows import Rows
 from dali_stream.tools.isolated import Answer
@@ -73,47 +72,41 @@ def test_a_frame_of_each_camera_by_every_decoder(healthy: dict[str, Any]) -> Non
     assert found(report, "rows")["status"] == "ok"
 
 
-@pytest.mark.slow
-def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
-    vp9_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def call_each(calls: Sequence[partial[Any]], limit_s: float) -> list[Answer]:
-        return [Answer({}, "no surface", "DecodeError") if call.args[2] else Answer(draw()[0]) for call in calls]
-
-    monkeypatch.setattr(camera, "call_each", call_each)
-    report = doctor(vp9_demo, libraries=shadows(tmp_path))
-    finding = found(report, f"{TOP} frame, DALI on the CPU")
-    assert (finding["status"], finding["text"]) == ("problem", "no surface. torchcodec decodes it")
-    assert "copy" not in finding["remedy"]
-    assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
+def findings_about(root: Path, decoded: dict[str, Answer]) -> dict[str, Finding]:
+    """{decoder: finding} about the frame that decoders have delivered."""
+    examined = Camera(CAMERA, Rows(Dataset(root), False), NO_DECODER)
+    examined.decoded = decoded
+    return {finding.name.removeprefix(f"{CAMERA} frame, "): finding for finding in check_frame(examined)}
 
 
-@pytest.mark.slow
-def test_a_decoder_that_delivers_another_frame_is_a_problem(
-    vp9_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def call_each(calls: Sequence[partial[Any]], limit_s: float) -> list[Answer]:
-        return [Answer(draw()[1 if call.args[2] else 0]) for call in calls]
-
-    monkeypatch.setattr(camera, "call_each", call_each)
-    report = doctor(vp9_demo, libraries=shadows(tmp_path))
-    finding = found(report, f"{TOP} frame, DALI on the CPU")
-    assert finding["status"] == "problem"
-    assert finding["text"].startswith("its frame must differ from FFmpeg's by at most 4 of 255 on average, got ")
-    assert 'decode="torchcodec"' in finding["remedy"]
-    assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
+def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(plain: Path) -> None:
+    frame, failed = Answer(draw()[0]), Answer({}, "no surface", "DecodeError")
+    found = findings_about(plain, {"torchcodec": frame, "DALI on the CPU": failed})
+    assert (found["torchcodec"].status, found["torchcodec"].text) == ("ok", "decoded")
+    failing = found["DALI on the CPU"]
+    assert (failing.status, failing.text) == ("problem", "no surface. torchcodec decodes it")
+    assert "copy" not in failing.remedy
 
 
-def test_decoders_are_compared_with_each_other_where_torchcodec_fails(encoded: Callable[..., Path]) -> None:
+def test_a_decoder_that_delivers_another_frame_is_a_problem(plain: Path) -> None:
     right, other = draw()[:2]
-    examined = Camera(CAMERA, Rows(Dataset(encoded(*vp9(12))), False), NO_DECODER)
-    examined.decoded = {
+    found = findings_about(plain, {"torchcodec": Answer(right), "DALI on the CPU": Answer(other)})
+    assert (found["torchcodec"].status, found["torchcodec"].text) == ("ok", "decoded")
+    wrong = found["DALI on the CPU"]
+    assert wrong.status == "problem"
+    assert wrong.text.startswith("its frame must differ from FFmpeg's by at most 4 of 255 on average, got ")
+    assert 'decode="torchcodec"' in wrong.remedy
+
+
+def test_decoders_are_compared_with_each_other_where_torchcodec_fails(plain: Path) -> None:
+    right, other = draw()[:2]
+    decoded = {
         "torchcodec": Answer({}, "no such codec", "DecodeError"),
         "DALI on the CPU": Answer(right),
         "NVDEC of GPU 0": Answer(other),
         "NVDEC of GPU 1": Answer(right),
     }
-    failing, first, wrong, same = check_frame(examined)
+    failing, first, wrong, same = findings_about(plain, decoded).values()
     assert (failing.status, failing.text) == ("problem", "no such codec. DALI on the CPU decodes it")
     assert (first.status, first.text) == ("ok", "decoded")
     assert (same.status, same.text) == ("ok", "decoded, like DALI on the CPU")
