@@ -172,8 +172,8 @@ def test_action_chunks_with_augmented_frames(demo: Path, run_here: Callable[...,
 
 
 @pytest.mark.slow
-def test_decode_floor_ends_with_one_json_object(demo: Path, run_here: Callable[..., str]) -> None:
-    out = run_here("benchmarks/decode_floor.py", demo, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
+def test_decode_floor_ends_with_one_json_object(small: Path, run_here: Callable[..., str]) -> None:
+    out = run_here("benchmarks/decode_floor.py", small, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
     result = json.loads(out.splitlines()[-1])
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
     assert result["frames_per_round"] == 8 * 4 * 2
@@ -196,11 +196,11 @@ def test_overhead_beside_a_decoder_that_sleeps() -> None:
 
 
 @pytest.mark.slow
-def test_steps_beside_a_loader_and_its_process(demo: Path, tmp_path: Path) -> None:
+def test_steps_beside_a_loader_and_its_process(small: Path, tmp_path: Path) -> None:
     """The program itself checks from which process the batches come."""
     report = tmp_path / "report.json"
     short = "--cases 2:8 --threads 2 --seconds 0.2 --rounds 1 --episodes 1"
-    run("benchmarks/interference.py", *short.split(), "--uri", demo, "--report", report)
+    run("benchmarks/interference.py", *short.split(), "--uri", small, "--report", report)
     result = json.loads(report.read_text())
     assert [row["side"] for row in result["rows"]] == ["batch in memory", "in process", "own process", "DataLoader"]
     assert result["rows"][0]["ratio"] == 1
@@ -241,11 +241,11 @@ def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path, run_here: C
 
 
 @pytest.mark.slow
-def test_remote_compares_the_network_with_the_disk(demo: Path, run_here: Callable[..., str]) -> None:
-    out = run_here("benchmarks/remote.py", demo, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
+def test_remote_compares_the_network_with_the_disk(small: Path, run_here: Callable[..., str]) -> None:
+    out = run_here("benchmarks/remote.py", small, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
     medians = json.loads(out.splitlines()[-1])["medians"]
     assert medians["local"]["requests"] == medians["memory"]["requests"] == medians["cache"]["fetched_bytes"] // 10_000 == 0
-    videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
+    videos = sum(path.stat().st_size for path in small.rglob("*.mp4"))
     assert medians["cold"]["fetched_bytes"] > 0.9 * videos
     assert medians["cache"]["cached_bytes"] > 0.9 * videos
 
