@@ -27,7 +27,7 @@ from dali_stream.decode import processes as decode_processes
 from dali_stream.run.loader_config import _decode_processes as number_of_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="decode processes need memfd_create")
-KILLS = int(os.environ.get("KILLS", "12"))
+KILLS = int(os.environ.get("KILLS", 8))  # at random moments, of three lengths
 LITTLE = "6MiB"  # memory_budget with which each epoch decodes
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 3, "batch_size": 7, "last_batch": "partial"}
 HERE: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 0}

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from support.batches import equal
 from support.datasets import copied
-from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, train_here
+from support.train import ENVIRONMENT, ROOT, SMALL, in_this_process, journal, losses, train_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dali_stream import Dataset, DecodeError, Loader, Mixture
@@ -98,26 +98,6 @@ def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> N
     wrong = np.abs((batch["action"].numpy() - stats["mean"]) / stats["std"])[~batch["action_is_pad"].numpy()]
     found = [entry["mean_error"] for entry in journal(finished) if "mean_error" in entry]
     assert found == pytest.approx([wrong.mean()] * 2, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
-    finished: Path, demo: Path, tmp_path: Path
-) -> None:
-    options = ["--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4]
-    with subprocess.Popen(command(demo, tmp_path, *options), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stderr:
-            if line.startswith("step 3:"):
-                process.terminate()
-                break
-        said = process.stderr.read()
-    assert process.returncode == 143
-    step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
-    assert 3 <= step < STEPS
-    assert f"ended at step {step}" in said
-    assert list(losses(tmp_path)) == list(range(1, step + 1))
-    train_here(demo, tmp_path, *options, "--resume")
-    assert losses(tmp_path) == losses(finished)
 
 
 @pytest.mark.slow
