@@ -320,7 +320,7 @@ def test_the_recipe_for_a_cpu_starts_two_processes(program: Any, demo: Path, tmp
 def test_the_policy_learns(tmp_path: Path) -> None:
     """As `make train-demo` does, with less of everything: episodes that it has never seen, clearly better than the mean."""
     root = write_demo(tmp_path / "demo", episodes=12, size=(120, 128), codec="h264")  # which is encoded faster than AV1
-    options = ["--image-size", 64, 64, "--chunk", 20, "--batch-size", 32, "--max-steps", 60, "--val-episodes", 2]
+    options = ["--image-size", 48, 48, "--chunk", 20, "--batch-size", 32, "--max-steps", 40, "--val-episodes", 2]
     train_here(root, tmp_path / "run", *options, "--learning-rate", 5e-4)
     [found] = [entry for entry in journal(tmp_path / "run") if "val_error" in entry]
     assert found["val_error"] < 0.85 * found["mean_error"]
