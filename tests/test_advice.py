@@ -13,14 +13,13 @@ import pytest
 from support.broken import EPISODES as TABLE
 from support.broken import edit_info, edit_table, put
 from support.datasets import SIDE, TOP, VIDEO, change_info
+from support.doctor import looked_at
 from support.slow import slow
 from support.tools import prepared
 from support.videos import CAMERA, EPISODES, FPS, draw, encode, h264, identities, loader, write_dataset
 from support.wild import EVERY, FRAME, change_rows, delivered, expected, with_index, with_times
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Mixture
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 CLOCK, TOLERANCE = 'Dataset(clock="frame_index")', "Dataset(tolerance_s=0.0166) accepts"
 OUT = "leave the episode out with episodes=, or the camera with cameras="
@@ -45,10 +44,8 @@ def advice(dataset: Path | Dataset) -> str:
 
 def diagnosis(dataset: Path | Dataset, name: str) -> str:
     """Text and remedy of a finding of `doctor`."""
-    findings = examine(
-        dataset if isinstance(dataset, Dataset) else Dataset(dataset), Decoders(torchcodec=False, dali=False, gpus={}), 60
-    )
-    return next(f"{finding.text}. {finding.remedy}" for finding in findings if finding.name == name)
+    finding = looked_at(dataset)[name]
+    return f"{finding.text}. {finding.remedy}"
 
 
 def kept(rows: range, last: int) -> list[int]:

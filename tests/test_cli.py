@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.datasets import SIDE, TOP, change_info, copied
+from support.doctor import looked_at
 from support.programs import driver, failed, pictures, program
 from support.slow import slow, slow_after
 from support.videos import b_frames
@@ -23,8 +24,6 @@ import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import read_identities
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 SIZE, EPISODES = (128, 160), 4  # of `made`
 
@@ -276,8 +275,9 @@ def test_what_info_json_says_and_the_file_contradicts(
     assert main(["info", str(root)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(text in shown for text in said)
-    findings = examine(dali_stream.Dataset(root), Decoders(False, False, {}), 60)
-    assert {f.status for f in findings} == {"ok"}  # a Loader delivers the frames as the file has them
+    assert {finding.status for finding in looked_at(root).values()} == {
+        "ok"
+    }  # a Loader delivers the frames as the file has them
 
 
 # ---- preview

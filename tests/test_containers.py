@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import videos as data
 from support.datasets import videos as files_of
+from support.doctor import looked_at
 from support.slow import slow
 from support.tools import prepared
 
@@ -21,8 +22,6 @@ from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.boxes import other_container
 from dali_stream.tools import prepare
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 FORMATS = {  # name of the container: FFmpeg's name for its format, and encoders
     "Matroska or WebM": ("matroska", data.h264(12)),
@@ -33,7 +32,6 @@ FORMATS = {  # name of the container: FFmpeg's name for its format, and encoders
     "Flash Video": ("flv", data.h264(12)),
 }
 LATE = 2 / data.FPS  # time at which files begin. without -copyts, FFmpeg moves them to time 0
-NO_DECODER = Decoders(torchcodec=False, dali=False, gpus={})
 
 
 def delivered(root: Path) -> list[tuple[int, int]]:
@@ -51,7 +49,7 @@ def check_command(command: str, video: Path, shown: data.Shown) -> None:
 
 def check_doctor(command: str, root: Path) -> None:
     """Check that the doctor names the command, too."""
-    [finding] = [finding for finding in examine(Dataset(root), NO_DECODER, 120) if finding.status == "problem"]
+    [finding] = [finding for finding in looked_at(root).values() if finding.status == "problem"]
     assert command in finding.text
 
 

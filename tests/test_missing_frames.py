@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from support.broken import FROM, edit_table, put
 from support.datasets import EPISODE_TABLE, Camera, build
+from support.doctor import looked_at
 from support.programs import failed, pictures
 from support.slow import examples, slow
 from support.tools import prepared
@@ -25,12 +26,9 @@ from dali_stream import DaliStreamError, Dataset, DecodeError, Mixture, ResumeEr
 from dali_stream.checks.arrays import NONE
 from dali_stream.cli import main
 from dali_stream.demo import read_identities
-from dali_stream.lerobot.mixture_file import read
 from dali_stream.mp4.counting import FileEpisodes, count_rows
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.mp4.timing import EpisodeTimes
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 LENGTHS = (12, 12, 12)
 Missing = dict[int, Sequence[int]]  # {episode: numbers of its frames that the video lacks}
@@ -82,10 +80,6 @@ def right(root: Path, lengths: Sequence[int] = LENGTHS) -> list[int]:
         assert frames == rows_of(lengths, [episode])
         kept.append(episode)
     return kept
-
-
-def findings(dataset: Dataset) -> dict[str, Any]:
-    return {finding.name: finding for finding in examine(dataset, Decoders(torchcodec=False, dali=False, gpus={}), 60)}
 
 
 # ---- fewer frames than rows
@@ -162,10 +156,10 @@ def test_last_frames_that_are_missing_are_dropped_where_later_episodes_begin_rig
     assert delivered(Dataset(root, drop_n_last_frames=int(drop))) == rows_of(LENGTHS, [0, 1, 2], lacks)
     assert f"episode {short} has 12 rows, and its video {12 - lacks} frames" in caplog.text
     assert right(root) == [episode for episode in range(3) if episode != short]
-    finding = findings(Dataset(root))[f"{CAMERA} timestamps"]
+    finding = looked_at(Dataset(root))[f"{CAMERA} timestamps"]
     assert finding.text.startswith(f"{CAMERA}: episode {short}, frame {12 - lacks}: ")
     assert f". Dataset(drop_n_last_frames={drop}) leaves the last" in finding.text
-    assert findings(Dataset(root, drop_n_last_frames=int(drop)))[f"{CAMERA} timestamps"].status == "ok"
+    assert looked_at(Dataset(root, drop_n_last_frames=int(drop)))[f"{CAMERA} timestamps"].status == "ok"
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
@@ -270,7 +264,7 @@ def test_time_and_count_must_name_the_same_frame(tmp_path: Path, late: float) ->
     assert "the file has exactly as many frames as rows, and by counting it is frame number 24" in message
     assert "from_timestamp or the timestamps are wrong" in message
     assert right(root) == ([0] if late > 0 else [])
-    finding = findings(Dataset(root, episodes=[1]))[f"{CAMERA} timestamps"]
+    finding = looked_at(Dataset(root, episodes=[1]))[f"{CAMERA} timestamps"]
     assert (finding.status, "by counting" in finding.text) == ("problem", True)
     edit_table(root, EPISODE_TABLE, lambda table: put(table, FROM, [0.0, 12 / FPS, 24 / FPS]))  # as the message says
     assert delivered(root) == rows_of(LENGTHS, [0, 1, 2])
@@ -377,7 +371,7 @@ def test_trust_is_kept_in_files_that_describe_datasets(tmp_path: Path) -> None:
     root, file = lacking(tmp_path, {0: [11]}), tmp_path / "mixture.json"
     arguments = {"uri": str(root), "trust_timestamps": True, "drop_n_last_frames": 1}
     file.write_text(json.dumps({"datasets": {"a": arguments}}))
-    with loader(Mixture(**read(file)), delta_timestamps={}) as batches:
+    with loader(Mixture.from_file(file), delta_timestamps={}) as batches:
         assert len(list(batches)) == len(batches)
 
 
@@ -416,7 +410,7 @@ def test_episodes_that_overlap_share_their_frames(tmp_path: Path, episodes: list
     chosen = range(3) if episodes is None else episodes
     assert found == {12 * e + n: (0, 6 * e + n) for e in chosen for n in range(12)}
     if episodes is None:
-        assert findings(Dataset(root))[f"{CAMERA} timestamps"].status == "ok"
+        assert looked_at(Dataset(root))[f"{CAMERA} timestamps"].status == "ok"
         prepared(root, tmp_path / "out")
         assert delivered(tmp_path / "out") == found
 

@@ -13,15 +13,14 @@ import torch
 from support import videos as data
 from support.broken import damage
 from support.datasets import video, videos
+from support.doctor import looked_at
 from support.servers import Server
 from support.slow import slow
 from support.tools import prepared
 
-from dali_stream import Dataset, DecodeError
+from dali_stream import DecodeError
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 PHONES = Path(__file__).resolve().parents[2] / "shared/data/phones"
 RECORDINGS = ("f1_quicktime_terminator", "f2_trailing_zeros_15", "f4_startcode_in_nal")
@@ -78,8 +77,7 @@ def test_recordings(name: str, tmp_path: Path) -> None:
     check(root, *videos(root))
     prepared(root, tmp_path / "copy")
     check(tmp_path / "copy", *videos(root))
-    findings = examine(Dataset(root), Decoders(False, False, {}), 120, lambda done, total: None)
-    assert [finding for finding in findings if finding.status == "problem"] == []
+    assert [finding for finding in looked_at(root).values() if finding.status == "problem"] == []
 
 
 @pytest.mark.parametrize("zeros", [15, slow(1), slow(8), slow(9), slow(63), slow(64), 1000])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support import videos as data
 from support.clouds import Hub
 from support.datasets import EPISODE_TABLE, ROWS, Column, build, change_episodes
+from support.doctor import looked_at
 from support.rows import delivered
 from support.servers import Server
 from support.slow import examples
@@ -28,9 +29,6 @@ from support.tools import prepared
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.lerobot.rows import RowMemory, RowReader
-from dali_stream.tools.diagnosis import Finding
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 LENGTHS = (6, 4, 7, 5, 8)
 ENDS = np.cumsum((0, *LENGTHS)).tolist()
@@ -328,7 +326,7 @@ def test_prepare_writes_metadata_that_names_the_right_files(
 
 
 def test_doctor_calls_rows_whole_only_if_it_has_found_them(recording: Path, tmp_path: Path) -> None:
-    findings = doctor(recording)
+    findings = looked_at(recording)
     assert findings["files"].status == "warning"
     assert f"1 of 3 files missing: {file(2)}. The rows of their episodes are in other files" in findings["files"].text
     assert findings["rows"].status == "warning"
@@ -337,17 +335,13 @@ def test_doctor_calls_rows_whole_only_if_it_has_found_them(recording: Path, tmp_
     )
     assert "dali-stream prepare URI OUT" in findings["rows"].remedy
     prepared(recording, tmp_path / "out")
-    assert {doctor(tmp_path / "out")[name].status for name in ("files", "rows")} == {"ok"}
+    assert {looked_at(tmp_path / "out")[name].status for name in ("files", "rows")} == {"ok"}
     lost = Path(shutil.copytree(recording, tmp_path / "lost"))
     (lost / file(1)).unlink()
-    findings = doctor(lost)
+    findings = looked_at(lost)
     assert {findings[name].status for name in ("files", "rows")} == {"problem"}
     assert "Invalid episode 1 in " in findings["rows"].text
     assert "must have 41 rows, as the metadata says, got 9" in findings["rows"].text
-
-
-def doctor(root: Path) -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine(Dataset(root), Decoders(False, False, {}), 120)}
 
 
 # ---- columns of the metadata

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import videos as data
 from support.datasets import video
+from support.doctor import looked_at
 from support.programs import pictures
 from support.slow import slow
 from support.tools import prepared, table_of
@@ -24,8 +25,6 @@ from dali_stream.cli import main
 from dali_stream.decode import torchcodec
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.tools.description import describe
-from dali_stream.tools.diagnosis.machine import Decoders
-from dali_stream.tools.diagnosis.run import examine
 
 SHOWN = (160, 128)  # (height, width) as they are displayed
 
@@ -154,7 +153,7 @@ def test_torchcodec_that_cannot_turn_is_an_error(lying: Path, monkeypatch: pytes
 def test_info_and_doctor_have_the_displayed_size(lying: Path) -> None:
     camera = describe(Dataset(lying)).cameras[data.CAMERA]
     assert (camera.height, camera.width, camera.remarks, camera.broken) == (*SHOWN, (), ())
-    findings = {each.name: each for each in examine(Dataset(lying), Decoders(False, False, {}), 120, lambda done, total: None)}
+    findings = looked_at(lying)
     assert [finding for finding in findings.values() if finding.status != "ok"] == []
     assert f", {SHOWN[0]}×{SHOWN[1]}, " in findings[data.CAMERA].text
 

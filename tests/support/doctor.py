@@ -110,9 +110,9 @@ def bad(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f["status"], f["name"]) for f in report["findings"] if f["status"] != "ok"]
 
 
-def looked_at(root: Path, decoders: Decoders = NO_DECODER, limit_s: float = 120) -> dict[str, Finding]:
+def looked_at(dataset: Path | Dataset, decoders: Decoders = NO_DECODER, limit_s: float = 120) -> dict[str, Finding]:
     """Findings of the doctor's examination of a dataset, on a machine with these decoders."""
-    findings = examine(Dataset(root), decoders, limit_s)
+    findings = examine(dataset if isinstance(dataset, Dataset) else Dataset(dataset), decoders, limit_s)
     assert not [finding for finding in findings if finding.remedy and finding.status == "ok"]
     assert len({finding.name for finding in findings}) == len(findings)
     return {finding.name: finding for finding in findings}
