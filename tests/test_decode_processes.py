@@ -24,7 +24,7 @@ from support.own_process import SAFETY_S, assert_ended, begin_session, children,
 
 from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 from dali_stream.decode import processes as decode_processes
-from dali_stream.run.loader_config import _decode_processes as number_of_processes
+from dali_stream.run.loader_config import number_of_decode_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="decode processes need memfd_create")
 KILLS = int(os.environ.get("KILLS", 8))  # at random moments, of three lengths
@@ -209,7 +209,7 @@ GIB = 1 << 30
     ],
 )
 def test_the_number_of_processes(given: int | None, threads: int, stays: bool, memory: int, expected: int) -> None:
-    assert number_of_processes(given, threads, stays, memory) == expected
+    assert number_of_decode_processes(given, threads, stays, memory) == expected
 
 
 # However a Loader, the program or a decode process ends. Each program begins a session of its own.

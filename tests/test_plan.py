@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dali_stream
-from dali_stream.pipeline.planner import _reread_remedies
+from dali_stream.pipeline.planner import reread_remedies
 from dali_stream.schedule import example
 from dali_stream.schedule.budget import Sizes, divide, horizon, window_bytes
 from dali_stream.schedule.samples import nearest
@@ -99,6 +99,7 @@ def test_a_window_needs_its_gops_or_its_stretch(offsets: list[int], expected: in
     [
         (3 << 30, True, True, False, ["memory_budget", "episode_pool_size", "cache_dir"]),
         (None, True, True, True, ["episode_pool_size"]),
+        (None, "sharded", False, False, ["episode_pool_size"]),
         (None, "global", False, False, ["shuffle=True"]),
         (None, False, True, True, []),
         (None, False, False, True, []),
@@ -108,7 +109,7 @@ def test_a_window_needs_its_gops_or_its_stretch(offsets: list[int], expected: in
 def test_remedies_against_reading_twice_fit_the_loader(
     larger: int | None, shuffle: bool | str, remote: bool, cached: bool, named: list[str]
 ) -> None:
-    text = _reread_remedies(larger, shuffle, remote, cached)
+    text = reread_remedies(larger, shuffle, remote, cached)
     words = ("memory_budget", "episode_pool_size", "shuffle=True", "cache_dir")
     assert [word for word in words if word in text] == named
     assert bool(text) == bool(named)

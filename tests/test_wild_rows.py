@@ -21,7 +21,7 @@ from support.videos import CAMERA, EPISODES, FPS, identities, loader
 from support.wild import EVERY, FRAME, NUMBERINGS, change_rows, delivered, expected, with_index, with_times, without_rows
 
 from dali_stream import Dataset, DatasetError, Loader, Mixture
-from dali_stream.integrations.lerobot.script import _frames
+from dali_stream.integrations.lerobot.script import frame_ranges
 from dali_stream.lerobot.rows import row_order
 
 # ------------------------------------------------------------------------------------------------------------ frame_index
@@ -342,4 +342,4 @@ def test_rows_of_lerobots_dataset_become_ranges_by_their_place() -> None:
     """Whatever their `frame_index` counts."""
     table = pa.table({"episode_index": [3] * 5 + [7] * 4, "frame_index": [0, 1, 2, 6, 7, 1, 2, 3, 4]})
     dataset = SimpleNamespace(hf_dataset=SimpleNamespace(data=table))
-    assert _frames(dataset, [8, 7, 1, 2, 3, 5]) == {3: [(1, 4)], 7: [(0, 1), (2, 4)]}
+    assert frame_ranges(dataset, [8, 7, 1, 2, 3, 5]) == {3: [(1, 4)], 7: [(0, 1), (2, 4)]}

@@ -115,7 +115,7 @@ class Reading:
         self._source = source
         self.names: Future[dict[str, list[dict[int, str]]]] = Future()
         self._first: list[Future[None]] = []  # fetches for the first batch
-        self._remedies = _reread_remedies(
+        self._remedies = reread_remedies(
             reads_budget(parts, sizes), config.arguments.shuffle, remote, source.cache_dir is not None
         )
 
@@ -195,7 +195,7 @@ class Reading:
         self._counters.add(**{counter: count})
 
 
-def _reread_remedies(larger: int | None, shuffle: Shuffle, remote: bool, cached: bool) -> str:
+def reread_remedies(larger: int | None, shuffle: Shuffle, remote: bool, cached: bool) -> str:
     """Return the end of a message that says how to avoid reading rows, indices or encoded video repeatedly.
 
     Args:

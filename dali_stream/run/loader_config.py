@@ -109,7 +109,7 @@ def make_config(
     threads = cores.count if num_threads is None else positive("num_threads", num_threads)
     limit = memory_limit.memory_limit()
     stays = _stays_in_process(in_process, memory_limit.has_room_for_process(limit, cores.ranks.count))
-    processes = _decode_processes(decode_processes, threads, stays, limit.size // cores.ranks.count)
+    processes = number_of_decode_processes(decode_processes, threads, stays, limit.size // cores.ranks.count)
     process_bytes = (0 if stays else memory_limit.PROCESS_BYTES) + processes * memory_limit.DECODE_PROCESS_BYTES
     budget = memory_limit.budget(memory_budget, limit, cores.ranks.count, process_bytes)
     own = _own_frames(orders, arguments, ranks)
@@ -173,7 +173,7 @@ def _stays_in_process(given: bool | None, has_room: bool) -> bool:
     return not has_room if given is None else given
 
 
-def _decode_processes(given: int | None, threads: int, stays: bool, memory: int) -> int:
+def number_of_decode_processes(given: int | None, threads: int, stays: bool, memory: int) -> int:
     """Return the number of decode processes.
 
     Args:

@@ -331,7 +331,7 @@ class _Run:
     def _eval_loader(self, batch_size: int, indices: Sequence[int] | None) -> Loader | Transformed:
         given = self._arguments.get("memory_budget")
         budget = memory_limit.budget(given, memory_limit.memory_limit(), local_ranks().count, True).size // _EVAL_SHARE
-        frames = None if indices is None else _frames(self._eval, indices)
+        frames = None if indices is None else frame_ranges(self._eval, indices)
         return self._make(self._eval, batch_size, memory_budget=budget, shuffle=False, frames=frames)
 
     def _make(self, dataset: Any, batch_size: int, **arguments: Any) -> Loader | Transformed:
@@ -435,7 +435,7 @@ def _resize(meta: Any, size: tuple[int, int]) -> None:
         meta.features[key]["shape"] = (shape[0], *size) if channels_first else (*size, shape[-1])
 
 
-def _frames(dataset: Any, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def frame_ranges(dataset: Any, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Convert row numbers of a LeRobotDataset to ranges of frames, {episode: [(start, stop), ...]}."""
     of_row = dataset.hf_dataset.data.column("episode_index").to_numpy()
     begin = np.flatnonzero(np.diff(of_row, prepend=-1))  # first row of each episode
