@@ -65,10 +65,13 @@ test: install ## run the tests of the library, without the slow ones
 test-repo: install ## run the tests of documents, Dockerfiles and benchmarks, without the slow ones
 	$(RUN) pytest -q -m 'not slow' tests/repo $(SEVERAL) $(ARGS)
 
+# Only the files that have such tests, since it takes 10 s of a core to import all of them.
+ALONE := $(shell grep -l 'mark[.]alone' tests/test_*.py)
+
 # And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests
 	@ALL_EXAMPLES=1 $(RUN) pytest -q -m '(slow or hypothesis) and not alone' $(SEVERAL) $(ARGS); several=$$?; \
-	$(RUN) pytest -q -m 'slow and alone' $(ARGS); alone=$$?; \
+	$(RUN) pytest -q -m 'slow and alone' $(ALONE) $(ARGS); alone=$$?; \
 	for code in $$several $$alone; do test $$code -eq 0 -o $$code -eq 5 || exit 1; done
 
 # In an environment that is there: a GPU machine may reach no package index.

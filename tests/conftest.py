@@ -43,6 +43,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 FIRST = (
     "programs",
     "process_ends",
+    "decode_processes",
     "selftest",
     "hostile",
     "process_start",

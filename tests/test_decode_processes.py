@@ -333,12 +333,12 @@ class Killer:
                 self.killed.append(chosen.pid)
 
 
-def kill_decoders(demo: Path, in_process: bool, pipe: Connection) -> None:
+def kill_decoders(demo: Path, pipe: Connection) -> None:
     begin_session()
     dataset, killer, differ, epochs, noted = Dataset(demo), Killer(random.Random(7)), 0, list[list[int]](), 0
     while not killer.is_done:
         # A Loader whose processes are killed before they have decoded a clip starts no more of them, so there are others.
-        with new_loader(dataset, in_process) as loader, Loader(dataset, **HERE) as here:
+        with new_loader(dataset, in_process=False) as loader, Loader(dataset, **HERE) as here:
             for _ in range(6):
                 found = list[int]()
                 for batch, expected in zip(loader, here, strict=True):
@@ -352,9 +352,8 @@ def kill_decoders(demo: Path, in_process: bool, pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_process", [True, False])
-def test_they_are_killed_at_any_moment(in_process: bool, demo: Path) -> None:
-    with program(kill_decoders, demo, in_process) as (_, pipe):
+def test_they_are_killed_at_any_moment(demo: Path) -> None:
+    with program(kill_decoders, demo) as (_, pipe):
         while (result := received(pipe)) is None:
             pass
     epochs, differ, killed = result
