@@ -46,13 +46,13 @@ runpy.run_path({programs!r} + "/torchcodec_loop.py", run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str, Path]:
+def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str, Path]:
     """The report by side, the table and the folder of a run with two sides that are right, and others that are not."""
     folder = tmp_path_factory.mktemp("peers")
     fake = folder / "python"
     fake.write_text(FAKE.format(python=sys.executable, programs=str(PROGRAMS)))
     fake.chmod(0o755)
-    command = [sys.executable, "benchmarks/peers.py", str(demo), *SHORT, "--image-size", "96", "128"]
+    command = [sys.executable, "benchmarks/peers.py", str(small), *SHORT, "--image-size", "96", "128"]
     command += ["--workers", "0", "--lerobot-python", str(fake), "--json", "--out", str(folder / "report.json")]
     command += ["--only", "torchcodec", "lerobot, 0 workers", "lerobot-streaming"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
