@@ -223,7 +223,7 @@ def test_a_read_ahead_that_fails_is_repeated_once_for_its_batch(
 
 
 class Last:
-    """What a test waits for before the last batch: all others are delivered, and decode tasks need encoded video.
+    """Wait for the last batch of an epoch: all others are delivered, and decode tasks need its encoded video.
 
     Args:
         tasks: Number of these tasks.
