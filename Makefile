@@ -65,7 +65,7 @@ test: install ## run the tests of the library, without the slow ones
 test-repo: install ## run the tests of documents, Dockerfiles and benchmarks, without the slow ones
 	$(RUN) pytest -q -m 'not slow' tests/repo $(SEVERAL) $(ARGS)
 
-# Only the files that have such tests, since it takes 10 s of a core to import all of them.
+# The files with tests that run alone. pytest would import all others as well.
 ALONE := $(shell grep -l 'mark[.]alone' tests/test_*.py)
 
 # And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
