@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,8 +148,13 @@ class GpuMachine:
 
         changes = {
             "is_available": lambda: True, "current_device": lambda: 0, "Stream": Stream, "stream": stream,
-            "mem_get_info": lambda gpu: (60 << 30, 80 << 30),
+            "mem_get_info": lambda gpu: (60 << 30, 80 << 30), "device": lambda gpu: contextlib.nullcontext(),
+            "cudart": lambda: runtime,
         }  # fmt: skip
+        done = SimpleNamespace(success=0)
+        runtime = SimpleNamespace(cudaError=done, cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+        empty = torch.empty
+        self._monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest))
         for name, value in changes.items():
             self._monkeypatch.setattr(torch.cuda, name, value)
 
@@ -215,7 +221,7 @@ class GpuMachine:
             return fn.python_function(clips, frames, function=machine._decode_for_dali, output_layouts="FHWC")
 
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
-        self._monkeypatch.setattr(DataNode, "gpu", lambda node: node)
+        self._monkeypatch.setattr(DataNode, "gpu", fn.copy)  # uploading copies, too
         self._monkeypatch.setattr(fn.decoders, "video", video)
 
 
