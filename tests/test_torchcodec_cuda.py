@@ -114,11 +114,11 @@ def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: 
 def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
     error: Exception, said: str, graph: Any, plain: Path, caplog: pytest.LogCaptureFixture, gpu_machine: GpuMachine
 ) -> None:
-    sizes, before = list[int](), 0
-    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph}
+    sizes = list[int]()
+    arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph, "prefetch": 2}
 
     def fail(frames: list[int]) -> None:
-        """Fail after 16 frames, so that a batch has been decoded, or nearly."""
+        """Fail after 16 frames, when a batch has been decoded, or nearly."""
         if gpu_machine.decoded > before + 16:
             sizes.append(len(frames))
             raise error
@@ -130,6 +130,7 @@ def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
         before, gpu_machine.before_decoding = gpu_machine.decoded, fail
         return made
 
+    before = 0
     with loader("torchcodec-cuda") as failing:
         message = rf'^decode="torchcodec-cuda": .*: {said}\. Use decode="auto"'
         with pytest.raises(DecodeError, match=message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import subprocess
 import sys
 import threading
@@ -45,6 +46,8 @@ class GpuMachine:
         stream_events: What happened to CUDA streams, in order: (what, number of the stream, thread).
         streams: Number of CUDA streams that were made.
         most_streams: Largest number of streams in use at a time.
+        free_bytes: Free memory of each GPU in bytes.
+        page_locked: Shapes of the tensors that were made in page-locked memory.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path, calls: Path) -> None:
@@ -58,6 +61,7 @@ class GpuMachine:
         self.pipelines: list[dict[str, Any]] = []
         self.stream_events: list[tuple[str, int, int]] = []
         self.streams = self.most_streams = self._streams_in_use = 0
+        self.free_bytes, self.page_locked = 60 << 30, list[tuple[int, ...]]()
         self._lock = threading.Lock()
         self._add_driver(library)
         self._add_torch()
@@ -146,17 +150,31 @@ class GpuMachine:
                 with machine._lock:
                     machine._streams_in_use -= 1
 
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0,
+            cudaError=SimpleNamespace(success=0),
+        )  # fmt: skip
         changes = {
             "is_available": lambda: True, "current_device": lambda: 0, "Stream": Stream, "stream": stream,
-            "mem_get_info": lambda gpu: (60 << 30, 80 << 30), "device": lambda gpu: contextlib.nullcontext(),
-            "cudart": lambda: runtime,
+            "mem_get_info": lambda gpu: (60 << 30, 80 << 30), "device": contextlib.nullcontext, "cudart": lambda: runtime,
+            "current_stream": lambda: SimpleNamespace(cuda_stream=0),
         }  # fmt: skip
-        done = SimpleNamespace(success=0)
-        runtime = SimpleNamespace(cudaError=done, cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-        empty = torch.empty
-        self._monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest))
         for name, value in changes.items():
             self._monkeypatch.setattr(torch.cuda, name, value)
+        make_tensor = torch.empty
+
+        def empty(*shape: Any, device: str | None = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            if device is None or not str(device).startswith("cuda"):
+                tensor = make_tensor(*shape, device=device, **options)
+            elif (size := math.prod(shape[0])) > machine.free_bytes:
+                raise torch.OutOfMemoryError(f"{size} bytes")
+            else:
+                tensor = make_tensor(*shape, **options)
+            if pin_memory:
+                machine.page_locked.append(tuple(tensor.shape))
+            return tensor
+
+        self._monkeypatch.setattr(torch, "empty", empty)
 
     def _add_torchcodec(self) -> None:
         from torchcodec.decoders import VideoDecoder
@@ -208,7 +226,7 @@ class GpuMachine:
         from nvidia.dali.data_node import DataNode
         from nvidia.dali.pipeline import Pipeline
 
-        machine, initialise, decoder = self, Pipeline.__init__, fn.decoders.video
+        machine, initialise, decoder, source = self, Pipeline.__init__, fn.decoders.video, fn.external_source
 
         def __init__(self: Pipeline, *arguments: Any, **options: Any) -> None:
             machine.pipelines.append(options)
@@ -223,6 +241,11 @@ class GpuMachine:
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
         self._monkeypatch.setattr(DataNode, "gpu", fn.copy)  # uploading copies, too
         self._monkeypatch.setattr(fn.decoders, "video", video)
+
+        def external_source(*arguments: Any, device: str = "cpu", **options: Any) -> Any:
+            return source(*arguments, **options)
+
+        self._monkeypatch.setattr(fn, "external_source", external_source)
 
 
 def forget_machine() -> None:
