@@ -39,7 +39,7 @@ bench: install ## measure data loading on the demo dataset; ends with a table, a
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
 	    bash benchmarks/slurm/matrix.sh
 
-# All pictures of the README and the docs. Charts are drawn from committed reports: after new reports, draw them again.
+# The chart is drawn from committed reports: after new reports, draw it again. docs/figures/path.svg is edited by hand.
 figures: install ## draw the pictures in docs/ from the demo dataset and from the reports in benchmarks/results
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
 	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
@@ -50,7 +50,6 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
 	    benchmarks/results/peers_windows_g1_2cores.json --frame-cache benchmarks/results/disk_frames_2cores.json \
 	    --out docs/figures/peers.svg
-	$(VENV)/bin/python benchmarks/diagrams.py --out docs/figures/path.svg
 
 # Offline: nothing is fetched, and the pages load nothing from another host. A broken link is an error.
 docs: install ## build the documentation site in site/

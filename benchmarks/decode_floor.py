@@ -11,10 +11,8 @@ it. See files_floor.py. The Loader delivers float32 frames of this size, and its
 `memory_budget` holds all frames, later epochs decode nothing. They are compared with the floor "gather", which only copies
 frames and converts them to float32. See gather_floor.py.
 
-With `--decode dali`, the only floor is that of DALI's decoder. See nvdec_floor.py.
-
-    python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
-                                      [--batches 30] [--image-size 224 224] [--rounds 5] [--json]
+    python benchmarks/decode_floor.py URI [--mode single|sarm] [--batch-size 64] [--batches 30] [--image-size 224 224]
+                                      [--rounds 5] [--json]
 
 With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. The Loader and the floors run in turns. Each
 round uses a new Loader, which is timed after its first batch. FFmpeg gets one MP4 file per core and camera with only the
@@ -35,8 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ from typing import Any
 import files_floor
 import gather_floor
 import numpy as np
-import nvdec_floor
 import program
 from argument_types import count
 from host_memory import cached_bytes, provide
@@ -58,20 +55,16 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.order.windows import offsets, window
 from dali_stream.system.cpu import cores
-from dali_stream.system.gpu import gpu_index
 from dali_stream.tools import environment
-from dali_stream.tools.bench.measure import endless, take, windows
+from dali_stream.tools.bench.measure import windows
 
 LATER = 4  # number of epochs after the first that are timed against the floors "files" and "gather"
-AHEAD = 20  # number of batches, which is more than the Loader prepares in advance
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a local LeRobot v3 dataset")
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
-    parser.add_argument("--decode", choices=("torchcodec", "dali"), default="torchcodec", help="dali: NVDEC on a GPU")
-    parser.add_argument("--device", default="cpu", help="device of the loader: cpu, cuda or cuda:N")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--batches", type=count, default=30, help="number of batches that are timed in each round")
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
@@ -82,53 +75,34 @@ def main() -> int:
 
 def as_text(result: dict[str, Any]) -> str:
     """Return the result as text."""
-    lines = [
+    files, first, second = result["files"], result["first_epoch"], result["second_epoch"]
+    files_first, files_second = files["first_epoch_frames_per_s"], files["second_epoch_frames_per_s"]
+    return "\n".join([
         f"prefixes: floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f}, "
-        f"ratio {result['ratio']:.3f}"
-    ]
-    if "first_epoch" in result:
-        first, second = result["first_epoch"], result["second_epoch"]
-        lines[0] += f" (first epoch {first['ratio']:.3f}, second {second['ratio']:.3f})"
-        lines.append(f"memory that is touched for the first time: {result['first_touch_ms_per_mb']:.2f} ms per MB")
-    if files := result.get("files"):
-        first, second = files["first_epoch_frames_per_s"], files["second_epoch_frames_per_s"]
-        lines += [
-            f"files: floor {files['floor_frames_per_s']:.0f} frames/s (FFmpeg, without resizing: "
-            f"{files['ffmpeg_frames_per_s']:.0f}), loader {first:.0f} in the first epoch, ratio {files['ratio']:.3f}, and "
-            f"{second:.0f} in the second, {files['second_to_first']:.1f} times as many",
-            f"gather: floor {result['gather']['floor_frames_per_s']:.0f} frames/s, the loader's second epoch beside it "
-            f"{second:.0f}, ratio {result['gather']['ratio']:.3f}",
-            "decoded frames per delivered frame: {:.2f} and {:.2f}".format(*files["decoded_per_frame"]),
-            f"wait for a batch: median {files['wait_p50_ms']:.1f} ms, p99 {files['wait_p99_ms']:.1f} ms",
-        ]
-    return "\n".join(lines)
+        f"ratio {result['ratio']:.3f} (first epoch {first['ratio']:.3f}, second {second['ratio']:.3f})",
+        f"memory that is touched for the first time: {result['first_touch_ms_per_mb']:.2f} ms per MB",
+        f"files: floor {files['floor_frames_per_s']:.0f} frames/s (FFmpeg, without resizing: "
+        f"{files['ffmpeg_frames_per_s']:.0f}), loader {files_first:.0f} in the first epoch, ratio {files['ratio']:.3f}, and "
+        f"{files_second:.0f} in the second, {files['second_to_first']:.1f} times as many",
+        f"gather: floor {result['gather']['floor_frames_per_s']:.0f} frames/s, the loader's second epoch beside it "
+        f"{files_second:.0f}, ratio {result['gather']['ratio']:.3f}",
+        "decoded frames per delivered frame: {:.2f} and {:.2f}".format(*files["decoded_per_frame"]),
+        f"wait for a batch: median {files['wait_p50_ms']:.1f} ms, p99 {files['wait_p99_ms']:.1f} ms",
+    ])  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the Loader and its floors in turns."""
-    if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
+    if not shutil.which("ffmpeg"):
         raise ValueError("needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)")
     dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
         raise ValueError(f"dataset must have a camera with video, got {dataset.uri} without one")
-    figures = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
-    return {**figures, "peak_rss_bytes": environment.peak_rss(), "dataset": dataset.uri}
-
-
-def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the Loader and the floors of the CPU in turns."""
     threads, size = arguments.threads, arguments.image_size
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     deltas = windows(arguments.mode, dataset)
     per_batch = arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
-    prefixes: dict[str, list[float]] = {"floor": [], "loader": [], "first": [], "second": []}
-    touching: list[float] = []
-    files: dict[str, list[float]] = {"floor": [], "ffmpeg": [], "first": [], "second": []}
-    gather: list[float] = []
-    decoded: list[float] = []
-    later: list[float] = []
-    waits: list[float] = []
-    work = files_floor.parts(dataset, threads)
+    work, waits, found = files_floor.parts(dataset, threads), list[float](), defaultdict[str, list[float]](list)
     with tempfile.TemporaryDirectory() as folder:
         with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
             order = dali_stream.Order(dataset.lengths, **loader.state_dict()["order"])
@@ -137,47 +111,48 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
         jobs = floor_jobs(dataset, order, shown, arguments.batch_size, batches, threads, Path(folder))
         prefix_rate = ffmpeg_floor(jobs, threads, batches * per_batch)
         for _ in range(arguments.rounds):
-            prefixes["floor"].append(prefix_rate())
-            touching.append(provide(cached_bytes(dataset)))
+            found["prefixes"].append(prefix_rate())
+            found["touching"].append(provide(cached_bytes(dataset)))
             with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
-                first_s, second_s = (mean_wait(iter(loader), len(loader) - 1 or 1, []) for _ in range(2))
-            prefixes["first"].append(per_batch / first_s)
-            prefixes["second"].append(per_batch / second_s)
-            prefixes["loader"].append(2 * per_batch / (first_s + second_s))
-            files["floor"].append(files_floor.torchcodec_rate(work, size))
+                first_s, second_s = mean_wait(loader), mean_wait(loader)
+            found["prefixes, first"].append(per_batch / first_s)
+            found["prefixes, second"].append(per_batch / second_s)
+            found["prefixes, both"].append(2 * per_batch / (first_s + second_s))
+            found["files"].append(files_floor.torchcodec_rate(work, size))
             # 2 GB of frames are enough, since they exceed the cache of any processor.
             cached = min(dataset.num_frames * len(dataset.videos), int(2e9 / np.prod([*size, 3])))
-            gather.append(gather_floor.gather_rate(cached, size, per_batch, 10 * batches, threads))
-            files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
+            found["gather"].append(gather_floor.gather_rate(cached, size, per_batch, 10 * batches, threads))
+            found["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
             provide(cached_bytes(dataset, size))
             with new_loader(dataset, arguments, deltas, image_size=size) as loader:
-                files["first"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, waits))
+                found["first"].append(per_batch / mean_wait(loader, waits))
                 first = loader.stats()
-                decoded.append(first["decoded_frames"] / first["frames"])
                 # One epoch without decoding may take only a tenth of a second.
-                later_s = [mean_wait(iter(loader), len(loader) - 1 or 1, []) for _ in range(LATER)]
-                files["second"].append(per_batch / statistics.mean(later_s))
+                found["second"].append(per_batch / statistics.mean(mean_wait(loader) for _ in range(LATER)))
                 second = loader.stats()
-                later.append(growth(second, first, "decoded_frames") / growth(second, first, "frames"))
-    waits = waits or [0.0]
+            found["decoded"].append(first["decoded_frames"] / first["frames"])
+            later = {key: second[key] - first[key] for key in ("decoded_frames", "frames")}
+            found["decoded later"].append(later["decoded_frames"] / later["frames"])
     return {
-        **rates("loader", prefixes["loader"], prefixes["floor"]),
-        "first_epoch": rates("loader", prefixes["first"], prefixes["floor"]),
-        "second_epoch": rates("loader", prefixes["second"], prefixes["floor"]),
-        "first_touch_ms_per_mb": statistics.median(touching),
+        **rates("loader", found["prefixes, both"], found["prefixes"]),
+        "first_epoch": rates("loader", found["prefixes, first"], found["prefixes"]),
+        "second_epoch": rates("loader", found["prefixes, second"], found["prefixes"]),
+        "first_touch_ms_per_mb": statistics.median(found["touching"]),
         "frames_per_round": batches * per_batch,
         "routes": routes,
-        "gather": rates("second_epoch", files["second"], gather),
+        "gather": rates("second_epoch", found["second"], found["gather"]),
         "files": {
-            **rates("first_epoch", files["first"], files["floor"]),
-            "ffmpeg_frames_per_s": statistics.median(files["ffmpeg"]),
-            "second_epoch_frames_per_s": statistics.median(files["second"]),
-            "second_epoch_rounds": files["second"],
-            "second_to_first": statistics.median(b / a for a, b in zip(files["first"], files["second"], strict=True)),
-            "decoded_per_frame": [statistics.median(decoded), statistics.median(later)],
-            "wait_p50_ms": float(np.percentile(waits, 50) * 1e3),
-            "wait_p99_ms": float(np.percentile(waits, 99) * 1e3),
+            **rates("first_epoch", found["first"], found["files"]),
+            "ffmpeg_frames_per_s": statistics.median(found["ffmpeg"]),
+            "second_epoch_frames_per_s": statistics.median(found["second"]),
+            "second_epoch_rounds": found["second"],
+            "second_to_first": statistics.median(b / a for a, b in zip(found["first"], found["second"], strict=True)),
+            "decoded_per_frame": [statistics.median(found["decoded"]), statistics.median(found["decoded later"])],
+            "wait_p50_ms": float(np.percentile(waits or [0.0], 50) * 1e3),
+            "wait_p99_ms": float(np.percentile(waits or [0.0], 99) * 1e3),
         },
+        "peak_rss_bytes": environment.peak_rss(),
+        "dataset": dataset.uri,
     }
 
 
@@ -199,86 +174,30 @@ def new_loader(
     dataset: dali_stream.Dataset, arguments: argparse.Namespace, deltas: dict[str, list[float]], **options: Any
 ) -> dali_stream.Loader:
     return dali_stream.Loader(
-        dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, num_threads=arguments.threads,
-        decode=arguments.decode, device=arguments.device, **options,
+        dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, num_threads=arguments.threads, device="cpu",
+        **options,
     )  # fmt: skip
 
 
-def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
-    """Return the mean time per batch of the `count` batches after the first one, in seconds. Consume the rest of the epoch.
+def mean_wait(loader: dali_stream.Loader, waits: list[float] | None = None) -> float:
+    """Return the mean time per batch of an epoch, without its first batch, in seconds.
 
     The times of these batches, except for the first 20, are appended to `waits`.
     """
+    batches = iter(loader)
     next(batches)
-    started = before = time.perf_counter()
-    for number in range(count):
-        if next(batches, None) is None:
-            break
-        now = time.perf_counter()
-        if number >= 20:
-            waits.append(now - before)
-        before = now
-    passed = (before - started) / max(count, 1)
-    deque(batches, maxlen=0)  # consume the rest of the epoch
-    return passed
-
-
-def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:
-    return float(after[key] - before[key])
-
-
-def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the Loader and the floor of DALI's decoder in turns."""
-    deltas, threads = windows(arguments.mode, dataset), arguments.threads
-    batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
-    frames = batches * arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
-    with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
-        gpu = gpu_index(arguments.device)
-        floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
-        stream = endless(loader)
-        take(stream, AHEAD)
-        settle(loader)
-        began = loader.stats()
-        floor, loader_rates = [], []
-        for _ in range(arguments.rounds):
-            take(stream, AHEAD)
-            settle(loader)
-            floor.append(floor_rate())
-            take(stream, AHEAD)  # batches that were prepared in advance do not belong to this turn
-            loader_rates.append(frames / timed(lambda: take(stream, batches)))
-        settle(loader)
-        decoded = decoded_per_frame(loader, began)
-        routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
-    return {
-        **rates("loader", loader_rates, floor),
-        "frames_per_round": frames,
-        "decoded_per_frame": decoded,
-        "routes": routes,
-    }
-
-
-def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> float:
-    """Return the number of decoded frames per delivered frame since the statistics `began`.
-
-    The Loader must have prepared all batches that it prepares in advance, both at the time of `began` and now. Otherwise,
-    decoded frames that are not delivered yet distort the result.
-    """
-    now = loader.stats()
-    return float((now["decoded_frames"] - began["decoded_frames"]) / (now["frames"] - began["frames"]))
+    times = [time.perf_counter()]
+    while next(batches, None) is not None:  # each batch is dropped before the next one
+        times.append(time.perf_counter())
+    if waits is not None:
+        waits += np.diff(times[20:]).tolist()
+    return (times[-1] - times[0]) / max(len(times) - 1, 1)
 
 
 def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -> Callable[[], float]:
     """Return a function that runs FFmpeg on the jobs, and returns frames/s without the time of starting and ending FFmpeg."""
     idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
     return lambda: frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads)
-
-
-def settle(loader: dali_stream.Loader) -> None:
-    """Wait until the Loader has prepared all batches that it prepares in advance, so that it uses no core afterwards."""
-    before = -1
-    while (now := loader.stats()["decoded_frames"]) != before:
-        before = now
-        time.sleep(0.5)  # longer than a decode task
 
 
 def floor_jobs(

@@ -27,9 +27,10 @@ def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
     """Divide the files of all cameras into one part of nearly equal size per thread. Each part begins with a keyframe."""
     indices, runs = IndexCache(dataset.source), []
     for camera in dataset.videos:
-        for path in dict.fromkeys(dataset.table.video[camera].paths):
-            episode = int(np.flatnonzero([path == p for p in _paths(dataset, camera)])[0])
-            table = indices.of(camera, episode, dataset.data_store)
+        files = dataset.table.video[camera]
+        number, episode = np.unique(files.index[dataset.rows], return_index=True)  # each file, and its first episode
+        for path, first in zip((files.paths[n] for n in number), episode.tolist(), strict=True):
+            table = indices.of(camera, first, dataset.data_store)
             place = np.argsort(table.display_order)  # position of each packet in display order
             starts = np.append(place[table.keyframes], len(table))
             runs += [(Path(dataset.data_store.where(path)), a, b) for a, b in itertools.pairwise(starts)]
@@ -79,8 +80,3 @@ def _joined(runs: list[Part]) -> list[Part]:
         else:
             joined.append((path, int(first), int(stop)))
     return joined
-
-
-def _paths(dataset: dali_stream.Dataset, camera: str) -> list[str]:
-    files = dataset.table.video[camera]
-    return [files.paths[number] for number in files.index[dataset.rows]]

@@ -2,8 +2,8 @@
 
     python benchmarks/frame_cache.py [--episodes 600] [--batches N] [--json]
 
-The program uses the order and the schedule of the Loader, and decodes nothing. It plans an epoch for each case. The dataset is
-invented: it has one camera, episodes of 250 to 500 frames, and closed GOPs.
+The program uses the order and the schedule of the Loader, and decodes nothing. It plans an epoch for each case. The invented
+dataset has one camera, episodes of 250 to 500 frames, and closed GOPs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""Check features of the Loader beside NVDEC: every frame of two epochs is compared with a Loader on the CPU.
+"""Check that frames are right in the Loaders that decode on NVDEC, and in features beside it.
 
-    python benchmarks/gpu_features.py [--device cuda] [--size 480x640] [--episodes 8] [--parts NAME ...] [--out FILE]
+    python benchmarks/gpu_features.py [--device cuda] [--size 480x640] [--episodes 8] [--seconds 10] [--parts NAME ...]
+                                      [--out FILE]
 
-frame cache      a Loader fills a cache on disk, and a second Loader reads all frames from it
+lockstep         all frames of a Loader for `--seconds`, while some batches are held, others are dropped at once, and the GPU is
+                 busy; memory holds few decoded frames, so that their slots are reused. See `tools/selftest/load.py`
+two Loaders      two such Loaders at the same time, whose frames are resized
 mixture          a mixture of a dataset in H.264 and one in HEVC
+frame cache      a Loader fills a cache on disk, and a second Loader reads all frames from it
 depth            a colour camera on NVDEC beside a depth camera, which PyAV decodes; its distances must be equal
 in place         `Transformed` on the GPU's batches
-workers          `Transformed` with worker processes, whose batches are copied to the GPU; they must be equal
 to the CPU       a camera whose last file NVDEC must not decode, so that the CPU continues with it
 
-The datasets are written to a temporary folder. A row has the number of frames, of wrong ones, and the decoders. The row of a
-part that failed has its error instead. `--device cpu` serves only to test this program: torchcodec decodes on the CPU then.
-The exit code is 1 if a frame is wrong or a part failed.
+Except for the first two, a part compares every frame of two epochs with a Loader on the CPU. The datasets are written to a
+temporary folder. A row has the number of frames, of wrong ones, and the decoders. The row of a part that failed has its error
+instead. `--device cpu` serves only to test this program: torchcodec decodes on the CPU then. The exit code is 1 if a frame is
+wrong or a part failed.
 """
 
 from __future__ import annotations
@@ -24,25 +28,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import torch
-from argument_types import count
+from argument_types import count, positive
 from program import Rows, on_gpu
 
 from dali_stream import Dataset, Loader, Mixture, Transformed
 from dali_stream.checks.frame_size import frame_size
 from dali_stream.demo import write_demo
 from dali_stream.demo.encode import Codec, encode_video
-from dali_stream.system import cpu
 from dali_stream.tools.selftest import load
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 OPEN_GOPS = Codec("libx264", None, "veryfast", {"x264-params": "keyint={gop}:open-gop=1:bframes=1:b-adapt=0"})
-EPOCHS, BATCH_SIZE, WORKERS = 2, 32, min(4, cpu.cores())
+EPOCHS, BATCH_SIZE = 2, 32
 Row = dict[str, Any]
 
 
@@ -50,11 +54,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", type=frame_size, default=(480, 640), metavar="HxW", help="size of the frames")
     parser.add_argument("--episodes", type=count, default=8, help="number of episodes of a dataset")
+    parser.add_argument("--seconds", type=positive, default=10.0, help="duration of the comparison of a Loader")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = on_gpu(parser)
     rows = Rows(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        parts = Parts(Path(folder), arguments.device, arguments.size, arguments.episodes)
+        parts = Parts(Path(folder), arguments)
         for name in arguments.parts:
             started = time.perf_counter()
             try:
@@ -70,78 +75,77 @@ class Parts:
 
     Args:
         folder: Folder for the datasets.
-        device: Device of the tested Loaders. With "cpu", torchcodec decodes on the CPU.
-        size: Size (height, width) of the frames.
-        episodes: Number of episodes of each dataset.
+        arguments: Arguments of the program. If `device` is "cpu", torchcodec decodes on the CPU.
     """
 
-    def __init__(self, folder: Path, device: str, size: tuple[int, int], episodes: int) -> None:
-        self._folder, self._device, self._size, self._episodes = folder, device, size, episodes
-        self._nvdec = "torchcodec" if device == "cpu" else "torchcodec-cuda"
+    def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
+        self._folder, self._arguments = folder, arguments
+        self._nvdec = "torchcodec" if arguments.gpu is None else "torchcodec-cuda"
+
+    def lockstep(self, image_size: tuple[int, int] | None = None) -> Row:
+        root, device = self._written("h264"), self._arguments.device
+        return load.lockstep(str(root), device, self._arguments.seconds, image_size, self._nvdec)
+
+    def two_loaders(self) -> Row:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(self.lockstep, [(224, 224)] * 2)
+        return first | {key: first[key] + second[key] for key in ("frames", "wrong", "route_changes")}
+
+    def mixture(self) -> Row:
+        roots = {"first": self._written("h264"), "second": self._written("hevc", gop=12)}
+        with self._loader(Mixture(roots)) as ours, on_cpu(Mixture(roots)) as theirs:
+            return compared(ours, theirs)
 
     def frame_cache(self) -> Row:
         root, cache = self._written("h264"), self._folder / "frames"
-        with self._loader(root, frame_cache=cache) as ours, self._on_cpu(root) as theirs:
+        with self._loader(root, frame_cache=cache) as ours, on_cpu(root) as theirs:
             row = compared(ours, theirs)
-        with self._loader(root, frame_cache=cache) as ours, self._on_cpu(root) as theirs:
+        with self._loader(root, frame_cache=cache) as ours, on_cpu(root) as theirs:
             again = compared(ours, theirs)
             decoded = ours.stats()["decoded_frames"]
         if decoded:
             raise AssertionError(f"the second Loader must decode nothing, got {decoded} frames")
         return row | {key: row[key] + again[key] for key in ("frames", "wrong")}
 
-    def mixture(self) -> Row:
-        roots = {"first": self._written("h264"), "second": self._written("hevc", gop=12)}
-        with self._loader(Mixture(roots)) as ours, self._on_cpu(Mixture(roots)) as theirs:
-            return compared(ours, theirs)
-
     def depth(self) -> Row:
         root = with_depth(self._written("h264", name="depth"))
-        with self._loader(root) as ours, self._on_cpu(root) as theirs:
+        with self._loader(root) as ours, on_cpu(root) as theirs:
             return compared(ours, theirs, equal=[SIDE])
 
     def in_place(self) -> Row:
         root = self._written("h264")
-        with Transformed(self._loader(root), moved) as ours, Transformed(self._on_cpu(root), moved) as theirs:
+        with Transformed(self._loader(root), moved) as ours, Transformed(on_cpu(root), moved) as theirs:
             return compared(ours, theirs)
-
-    def workers(self) -> Row:
-        root = self._written("h264")
-        with (
-            Transformed(self._on_cpu(root), moved, num_workers=WORKERS, device=self._device) as ours,
-            Transformed(self._on_cpu(root), moved, device="cpu") as theirs,
-        ):
-            return compared(ours, theirs, equal=ours.dataset.cameras)
 
     def to_the_cpu(self) -> Row:
         root = with_open_gops(self._written("h264", name="open"))
-        with self._loader(root, decode="auto" if self._nvdec == "torchcodec-cuda" else "torchcodec") as ours:
-            before = routes(ours)
-            with self._on_cpu(root) as theirs:
-                return {"before": before, **compared(ours, theirs)}
+        with self._loader(root, decode="auto") as ours, on_cpu(root) as theirs:
+            return {"before": routes(ours), **compared(ours, theirs)}
 
     def _written(self, codec: str, gop: int = 2, name: str = "") -> Path:
-        root = self._folder / (name or codec)
-        return root if root.exists() else write_demo(root, episodes=self._episodes, codec=codec, gop=gop, size=self._size)
+        root, (episodes, size) = self._folder / (name or codec), (self._arguments.episodes, self._arguments.size)
+        return root if root.exists() else write_demo(root, episodes=episodes, codec=codec, gop=gop, size=size)
 
     def _loader(self, data: Path | Mixture, **options: Any) -> Loader:
         """Return the tested Loader. Most frames are decoded for each batch, so few are decoded once only."""
-        given = {"device": self._device, "decode": self._nvdec, "memory_budget": "64MiB"} | options
+        given = {"device": self._arguments.device, "decode": self._nvdec, "memory_budget": "64MiB"} | options
         return Loader(data, batch_size=BATCH_SIZE, rank=0, world_size=1, **given)
-
-    def _on_cpu(self, data: Path | Mixture) -> Loader:
-        """Return the Loader to compare with, which keeps its frames."""
-        return Loader(data, batch_size=BATCH_SIZE, rank=0, world_size=1, device="cpu", decode="torchcodec")
 
 
 PARTS: dict[str, Callable[[Parts], Row]] = {  # most important first
-    "frame cache": Parts.frame_cache,
+    "lockstep": Parts.lockstep,
+    "two Loaders": Parts.two_loaders,
     "mixture": Parts.mixture,
+    "frame cache": Parts.frame_cache,
     "depth": Parts.depth,
     "in place": Parts.in_place,
-    "workers": Parts.workers,
     "to the CPU": Parts.to_the_cpu,
 }
+
+
+def on_cpu(data: Path | Mixture) -> Loader:
+    """Return the Loader to compare with, which keeps its frames."""
+    return Loader(data, batch_size=BATCH_SIZE, rank=0, world_size=1, device="cpu", decode="torchcodec")
 
 
 def moved(sample: dict[str, Any]) -> dict[str, Any]:
@@ -163,12 +167,12 @@ def compared(ours: Loader | Transformed, theirs: Loader | Transformed, equal: It
     for mine, expected in zip(epochs(ours), epochs(theirs), strict=True):
         other_rows += not torch.equal(mine["index"].cpu(), expected["index"])
         for camera in ours.dataset.cameras:
-            a, b = mine[camera].cpu().unsqueeze(1), expected[camera].unsqueeze(1)
+            a, b = mine[camera].unsqueeze(1), expected[camera].unsqueeze(1)
             frames += len(a)
             if camera in equal:
-                wrong += int((a != b).flatten(1).any(1).sum())
+                wrong += int((a.cpu() != b).flatten(1).any(1).sum())
             else:
-                differences += load.differences([a], [b], "cpu")
+                differences += load.differences([a], [b], str(a.device))
     found = torch.cat(differences) if differences else torch.zeros(0, 2)
     if other_rows:
         raise AssertionError(f"{other_rows} batches have other rows than those of the CPU")

@@ -1,21 +1,28 @@
 #!/usr/bin/env bash
-# Runs all tests and measurements that need a GPU, in less than ten minutes and without a network. Its parts ran on an H100 or
-# an H200, but the script as a whole did not.
+# Runs what needs a GPU, in less than ten minutes and without a network: first whether frames are right, then how fast they come.
 #
 #   benchmarks/gpu_trip.sh OUT      OUT      folder for the reports; each is written as soon as its part has a result
 #                                   PYTHON   interpreter with the packages that dali_stream needs (default: python3)
-#                                   LIMIT    time limit of the whole script in seconds (default: 560)
+#                                   LIMIT    time limit of the whole script in seconds (default: 540)
 #                                   DEVICE   cuda, or cpu to test the script itself (default: cuda)
-#                                   CODECS   CODEC:GOP of each dataset that is written (default: h264:2 hevc:12)
-#                                   DATA     NAME=ROOT of each recording for the part loaders, which must be local; the part
-#                                            lerobot gets the first one (default: the datasets that are written)
-#                                   SIZE     HxW of the frames that are written (default: 480x640)
+#                                   DATA     NAME=ROOT of each dataset whose Loaders are measured, which must be local and
+#                                            should have an epoch of several seconds; LeRobot trains on the first one
+#                                            (default: the datasets that are written)
+#                                   CODECS   CODEC:GOP of each dataset that is written without DATA
+#                                            (default: h264:2 h264:30 hevc:2 hevc:30)
+#                                   SIZE, EPISODES   HxW of the frames that are written, and their episodes (default: 480x640, 12)
 #
-# The parts run in order of importance: doctor; features, which compares frames of depth cameras, mixtures, the frame cache and
-# Transformed with the CPU's; self-test; loaders, which compares NVDEC with the CPU; lerobot, which trains ACT; settings of
-# DALI's executor; decode floor; peers. The output of all parts goes to log.txt. The reports are features.json, selftest.json,
-# loaders.json, lerobot.json, settings.json and peers.json, and are written after each step. If a part fails, crashes or hangs,
-# the other parts still run. If the script is ended, it ends its current part. The exit code is 1 if a part failed.
+# The parts run in order of importance, each with a report of its name in OUT, and their output goes to log.txt:
+#   doctor     what driver, GPU and decoders there are; in log.txt only
+#   features   frames of Loaders on NVDEC, compared with the CPU's: lockstep, two Loaders, a mixture, the frame cache, ...
+#   decoders   torchcodec on NVDEC with 1, 16 and 64 frames per clip, and with one keyframe mark per clip or all of them
+#   loaders    first and later epochs with NVDEC, with the CPU and with "auto", for all datasets
+#   lerobot    steps per second of ACT with a Loader, with its first batch again and again, and with LeRobot's DataLoader
+#   threads    first and later epochs on NVDEC with 7 to 32 decode threads, and with batches of 8
+#   memory     epochs on NVDEC and on the CPU that decode again what memory does not hold
+#   selftest   DALI's decoder and torchcodec's, in the time that is left
+# If a part fails, crashes or hangs, the other parts still run. If the script is ended, it ends its current part. The exit code
+# is 1 if a part failed.
 #
 # Likely faults behind what a report shows, according to the sources of DALI 2.4 and torchcodec 0.17. None was seen so far.
 # - `route_changes`, or `Failed to create NVDEC decoder: 2` in the log: the GPU's memory is not enough for another decoder.
@@ -23,9 +30,8 @@
 # - `after the step had returned, it crashed with SIGSEGV`, or `it did not end within 15 s`: DALI destroyed its decoders after
 #   the driver was unloaded.
 # - `wrong` in `identity`, first for `one frame` with GOP 12 or 30: a clip ended before DALI got its last frame.
-# - `wrong` in `load` only: DALI freed a decoder's buffers before they were copied. In settings.json, only `PER_BACKEND` and
-#   `PER_OPERATOR` should have it.
 # - `wrong`, or `gpu_growth` of tens of MB, for `padded sizes` in `identity`: DALI took a decoder of another size.
+# - `wrong` in decoders.json with `marks` "one" only: the decoder needs the flush between GOPs.
 # - `wrong` or `route_changes` for `mixture` in features.json: torchcodec used one decoder for parts of a clip with other
 #   parameter sets.
 # - `delivered other frames than` in the log; with DALI, `wrong` for `16 anywhere`: the parser gave a time to the wrong frame.
@@ -36,10 +42,10 @@ set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu_trip.sh OUT}
 python=${PYTHON:-python3}
-limit=${LIMIT:-560}
+limit=${LIMIT:-540}
 device=${DEVICE:-cuda}
 size=${SIZE:-480x640}
-read -ra codecs <<<"${CODECS:-h264:2 hevc:12}"
+read -ra codecs <<<"${CODECS:-h264:2 h264:30 hevc:2 hevc:30}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$out"
@@ -60,9 +66,10 @@ stop() {
     exit "$1"
 }
 
-# part NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the rest of LIMIT if it is shorter.
+# part NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the rest of LIMIT if it is shorter. SECONDS are those of
+# the default LIMIT; a longer LIMIT, for a slower machine, gives each part more.
 part() {
-    local name=$1 seconds=$2 left=$((limit - SECONDS)) code
+    local name=$1 seconds=$(($2 * limit / 540)) left=$((limit - SECONDS)) code
     shift 2
     ((seconds < left)) || seconds=$left
     if ((seconds < 5)); then
@@ -85,34 +92,45 @@ part() {
 
 write_datasets='
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dali_stream.demo import write_demo
-size = tuple(map(int, sys.argv[2].split("x")))
-for codec, gop in (each.split(":") for each in sys.argv[3:]):
-    write_demo(f"{sys.argv[1]}/{codec}", episodes=4, codec=codec, gop=int(gop), size=size)
+folder, size, episodes, *kinds = sys.argv[1:]
+size = tuple(map(int, size.split("x")))
+with ProcessPoolExecutor() as pool:
+    written = [
+        pool.submit(write_demo, f"{folder}/{codec}_gop{gop}", episodes=int(episodes), codec=codec, gop=int(gop), size=size)
+        for codec, gop in (kind.split(":") for kind in kinds)
+    ]
+for each in written:
+    each.result()
 '
+loaders=("$python" "$root/benchmarks/nvdec_loaders.py" --device "$device" --image-size 224x224 --rounds 1)
+act=(--cores 16 --steps 40)
+[[ $device != cpu ]] || act=(--cores 2 --steps 8 --batch-size 2)
 
-selftest=$((limit * 40 / 100))
-steps=(--cores 16 4 --steps 40)
-[[ $device != cpu ]] || steps=(--cores 2 --steps 8 --batch-size 2)
-first=$data/${codecs[0]%%:*}
-read -ra recordings <<<"${DATA:-$(for each in "${codecs[@]}"; do printf '%s ' "${each%%:*}=$data/${each%%:*}"; done)}"
-
-part doctor 40 "$python" -m dali_stream doctor
-part features 80 "$python" "$root/benchmarks/gpu_features.py" --device "$device" --size "$size" --out "$out/features.json"
-part selftest "$selftest" "$python" -m dali_stream selftest --device "$device" --soak 15 --speed 0.5 \
-    --limit "$((selftest - 20))" --out "$out/selftest.json"
-part datasets 60 "$python" -c "$write_datasets" "$data" "$size" "${codecs[@]}"
-part loaders 60 "$python" "$root/benchmarks/nvdec_loaders.py" "${recordings[@]}" --device "$device" --image-size 224x224 \
-    --rounds 1 --out "$out/loaders.json"
+part doctor 30 "$python" -m dali_stream doctor
+part features 110 "$python" "$root/benchmarks/gpu_features.py" --device "$device" --size "$size" --episodes 3 \
+    --seconds 8 --out "$out/features.json"
+part decoders 60 "$python" "$root/benchmarks/nvdec_decoders.py" --device "$device" --size "$size" --codec h264 hevc \
+    --seconds 0.5 --out "$out/decoders.json"
+read -ra recordings <<<"${DATA:-}"
+if ((!${#recordings[@]})); then
+    part datasets 60 "$python" -c "$write_datasets" "$data" "$size" "${EPISODES:-12}" "${codecs[@]}"
+    for each in "${codecs[@]}"; do recordings+=("${each/:/_gop}=$data/${each/:/_gop}"); done
+fi
+part loaders 110 "${loaders[@]}" "${recordings[@]}" --memory-budget 16GiB --out "$out/loaders.json"
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("lerobot") is None)'; then
-    part lerobot 100 "$python" "$root/benchmarks/lerobot_gpu.py" "${recordings[0]}" --device "$device" "${steps[@]}" \
-        --rounds 1 --sides loader stock --out "$out/lerobot.json"
+    part lerobot 110 "$python" "$root/benchmarks/lerobot_gpu.py" "${recordings[0]}" --device "$device" "${act[@]}" \
+        --rounds 1 --sides loader repeated stock --out "$out/lerobot.json"
 else
     printf '\n== lerobot: it is not installed\n'
 fi
-part settings 80 "$python" "$root/benchmarks/gpu_settings.py" "$first" --device "$device" --seconds 2 --out "$out/settings.json"
-part floor 40 "$python" "$root/benchmarks/decode_floor.py" "$first" --decode dali --device "$device" --rounds 3 --json
-part peers 80 "$python" "$root/benchmarks/peers.py" "$first" --device "$device" --rounds 2 --answer-s 30 \
-    --only torchcodec pynvvideocodec --out "$out/peers.json"
+part threads 80 "${loaders[@]}" "${recordings[0]}" --decode torchcodec-cuda --memory-budget 16GiB \
+    --threads 7 8 14 16 21 32 --batch-size 64 8 --out "$out/threads.json"
+part memory 60 "${loaders[@]}" "${recordings[@]}" --decode torchcodec-cuda torchcodec --memory-budget 64MiB \
+    --out "$out/memory.json"
+left=$((limit - SECONDS))
+part selftest "$left" "$python" -m dali_stream selftest --device "$device" --soak 15 --speed 0.5 --limit "$((left > 20 ? left - 20 : 0))" \
+    --out "$out/selftest.json"
 printf '\n%s\n' "${failed[*]:+not ended well: ${failed[*]}}"
 ((${#failed[@]} == 0))

@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--data-only", action="store_true", help="train no policy")
-    parser.add_argument("--policy", nargs="*", default=[], metavar="KEY=VALUE", help="further arguments of the policy")
     arguments = on_gpu(parser)
     rows = Rows(arguments)
     with tempfile.TemporaryDirectory() as place:
@@ -67,8 +66,8 @@ def run(place: Path, name: str, root: Path, cores: int, side: str, arguments: ar
     spec = {"side": side, "trains": not arguments.data_only, "kill_at": None, "out": str(folder / "out"), "records": "times"}
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [
-        *(sys.executable, str(RUN), str(folder / "spec.json"), "--", *ACT, *(f"--policy.{each}" for each in arguments.policy)),
-        *(f"--policy.device={device}", f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
+        *(sys.executable, str(RUN), str(folder / "spec.json"), "--", *ACT, f"--policy.device={device}"),
+        *(f"--dataset.repo_id=local/{name}", f"--dataset.root={root}"),
         *(f"--output_dir={folder / 'run'}", f"--steps={arguments.steps}", f"--batch_size={arguments.batch_size}"),
         *("--save_checkpoint=false", "--log_freq=10", f"--num_workers={cores}"),
         *(resized(side, arguments.image_size) if arguments.image_size else ()),

@@ -1,17 +1,19 @@
-"""Compare the speed of NVDEC with DALI and with torchcodec, and that of the CPU, over frames per clip and threads.
+"""Measure the speed of torchcodec on NVDEC and on the CPU, over frames per clip, threads and keyframe marks.
 
-    python benchmarks/nvdec_decoders.py [--codec h264] [--size 480x640] [--gop 2] [--seconds 1] [--device cuda] [--out FILE]
+    python benchmarks/nvdec_decoders.py [--codec h264 hevc] [--size 480x640] [--gop 2] [--seconds 1] [--device cuda]
+                                        [--out FILE]
 
-The program writes a demo dataset, and decodes random frames of one of its videos from packed clips. The frames stay on the GPU.
-In the first round, their identity is read, and `wrong` is the number of frames that are not the requested ones. `marks` is the
-keyframe marks of the clips for torchcodec on NVDEC: "one", as in a Loader, or "all", one for each GOP prefix. `--device cpu`
-serves only to test this program, and leaves out DALI unless the codec is VP9.
+The program writes a demo dataset per codec, and decodes random frames of one of its videos from packed clips. The frames stay
+on the GPU. In the first round, their identity is read, and `wrong` is the number of frames that are not the requested ones.
+`marks` is the keyframe marks of the clips: "one", as in a Loader on NVDEC, or "all", one for each GOP prefix, at which
+torchcodec flushes the decoder. `--device cpu` serves only to test this program. The exit code is 1 if a frame is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,59 +25,56 @@ from argument_types import count, positive
 from program import Rows, on_gpu
 
 from dali_stream.checks.frame_size import frame_size
-from dali_stream.decode import dali
-from dali_stream.decode.refusal import DALI_ON_CPU
 from dali_stream.decode.torchcodec import decode_clip_in_parts
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.mp4.clip import Clip
 from dali_stream.tools.selftest import videos
 
-BATCHES = 24  # number of clips that torchcodec repeats
-ON_TORCHCODEC = [(1, 1), (1, 4), (1, 16), (16, 1), (16, 4), (16, 16), (64, 4), (64, 16)]  # (frames per clip, threads)
-ALL_MARKS = [(16, 16), (64, 16)]
-ON_DALI = [(1, 64, 8), (4, 16, 8), (16, 4, 4), (16, 16, 16), (64, 4, 4), (64, 16, 16)]  # (frames per clip, clips, threads)
-ON_CPU = [(16, 1), (16, 16)]
+CLIPS = 24  # number of clips that are decoded again and again
+SETTINGS = [  # frames per clip, threads, marks; most important first
+    *((16, 16, "one"), (16, 16, "all"), (64, 16, "one"), (64, 16, "all")),
+    *((16, 4, "one"), (64, 4, "one"), (1, 16, "one"), (1, 4, "one")),
+]
+ON_CPU = [(16, 16, "all"), (16, 1, "all")]
 Request = tuple[list[int], Clip]  # numbers of frames in display order, and their clip
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--codec", default="h264")
+    parser.add_argument("--codec", nargs="+", default=["h264"])
     parser.add_argument("--size", type=frame_size, default=(480, 640), metavar="HxW")
     parser.add_argument("--gop", type=count, default=2)
     parser.add_argument("--seconds", type=positive, default=1.0, help="duration of each measurement")
     arguments = on_gpu(parser)
-    gpu, rows = arguments.gpu, Rows(arguments)
-
-    def keep(decoder: str, frames: int, threads: int, run: tuple[float, int], **more: str) -> None:
-        head = {"decoder": decoder, "per_clip": frames, "threads": threads, **more}
-        rows.add({**head, "frames_per_s": round(run[0]), "wrong": run[1]})
-
+    rows = Rows(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        videos.write(folder + "/demo", arguments.codec, arguments.gop, arguments.size)
-        video = videos.read(folder + "/demo")[0]
-        for marks, settings in {"one": ON_TORCHCODEC, "all": ALL_MARKS}.items() if gpu is not None else ():
-            for frames, threads in settings:
-                run = with_torchcodec(video, frames, threads, gpu, arguments.seconds, marks == "one")
-                keep("torchcodec-cuda", frames, threads, run, marks=marks)
-        for frames, threads in ON_CPU:
-            keep("torchcodec", frames, threads, with_torchcodec(video, frames, threads, None, arguments.seconds))
-        for frames, clips, threads in ON_DALI if gpu is not None or arguments.codec in DALI_ON_CPU else ():
-            keep("dali", frames, threads, with_dali(video, frames, clips, threads, gpu, arguments.seconds))
+        for codec in arguments.codec:
+            videos.write(f"{folder}/{codec}", codec, arguments.gop, arguments.size)
+            video = videos.read(f"{folder}/{codec}")[0]
+            for gpu, settings in ((arguments.gpu, SETTINGS), (None, ON_CPU)):
+                for frames, threads, marks in settings:
+                    row = {"codec": codec, "decoder": "torchcodec" if gpu is None else "torchcodec-cuda", "marks": marks}
+                    rate, wrong = measure(video, frames, threads, gpu, arguments.seconds, marks == "one")
+                    rows.add(row | {"per_clip": frames, "threads": threads, "frames_per_s": round(rate), "wrong": wrong})
+    return 1 if any(row["wrong"] for row in rows.report["rows"]) else 0
 
 
-def requests(video: videos.Video, frames: int, clips: int, one_mark: bool = False) -> list[Request]:
-    """Return requests for random frames, with clips of which only the first packet is marked as a keyframe if `one_mark`."""
-    rng, total = np.random.default_rng(frames), len(video.identity)
-    picks = [sorted(rng.choice(total, min(frames, total), replace=False).tolist()) for _ in range(clips)]
-    return [(shown, video.clip(shown, one_mark)) for shown in picks]
-
-
-def with_torchcodec(
-    video: videos.Video, frames: int, threads: int, gpu: int | None, seconds: float, one_mark: bool = False
+def measure(
+    video: videos.Video, frames: int, threads: int, gpu: int | None, seconds: float, one_mark: bool
 ) -> tuple[float, int]:
-    """Return the frames/s of torchcodec with a clip per thread at a time, and the number of wrong frames of the first round."""
-    made = requests(video, frames, BATCHES, one_mark)
+    """Return the frames/s with a clip per thread at a time, and the number of wrong frames of the first round.
+
+    Args:
+        video: Video whose frames are decoded.
+        frames: Number of random frames per clip.
+        threads: Number of threads.
+        gpu: Index of the CUDA device. None for the CPU.
+        seconds: Duration of the measurement after the first round.
+        one_mark: Whether only the first packet of a clip is marked as a keyframe.
+    """
+    rng, total = np.random.default_rng(frames), len(video.identity)
+    picks = [sorted(rng.choice(total, min(frames, total), replace=False).tolist()) for _ in range(CLIPS)]
+    clips = [(shown, video.clip(shown, one_mark)) for shown in picks]
 
     def decode(request: Request, check: Callable[[list[int], Any], int] | None = None) -> int:
         shown, clip = request
@@ -88,39 +87,19 @@ def with_torchcodec(
 
     def work(first: int) -> int:
         done = 0
-        for request in itertools.islice(itertools.cycle(made), first, None):
+        for request in itertools.islice(itertools.cycle(clips), first, None):
             done += decode(request)
             if time.perf_counter() > end:
                 break
         return done
 
     with ThreadPoolExecutor(threads) as pool:
-        number = sum(pool.map(lambda request: decode(request, wrong), made))
+        number = sum(pool.map(lambda request: decode(request, wrong), clips))
         started = time.perf_counter()
         end = started + seconds
         delivered = sum(pool.map(work, range(threads)))
         return delivered / (time.perf_counter() - started), number
 
 
-def with_dali(video: videos.Video, frames: int, clips: int, threads: int, gpu: int | None, seconds: float) -> tuple[float, int]:
-    """Return the frames/s of DALI with batches of `clips` clips, and the number of wrong frames of the first batch."""
-    made = requests(video, frames, clips)
-    encoded = [dali.encoded(clip) for _, clip in made]
-    pipeline = dali.pipeline(lambda: encoded, clips, gpu, threads, prefetch=1)
-    pipeline.build()
-    [decoded] = pipeline.run()
-    on_cpu = decoded if gpu is None else decoded.as_cpu()
-    wrong = sum(videos.count_wrong(np.array(on_cpu.at(i)), video.identity[shown]) for i, (shown, _) in enumerate(made))
-    started, delivered = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        pipeline.run()
-        delivered += sum(len(shown) for shown, _ in made)
-    if gpu is not None:
-        import torch
-
-        torch.cuda.synchronize(gpu)
-    return delivered / (time.perf_counter() - started), wrong
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,15 @@
 """Compare Loaders that decode on NVDEC with Loaders that decode on the CPU, in turns.
 
-    python benchmarks/nvdec_loaders.py NAME=ROOT [NAME=ROOT ...] [--image-size HxW] [--threads 4 16] [--rounds 2] [--out FILE]
+    python benchmarks/nvdec_loaders.py NAME=ROOT [NAME=ROOT ...] [--decode torchcodec-cuda torchcodec auto] [--image-size HxW]
+                                       [--threads 7 8 14 16] [--batch-size 8 64] [--memory-budget 16GiB 64MiB] [--rounds 2]
+                                       [--out FILE]
 
-Each turn opens a Loader and times two epochs of it, from the first batch on. In the first epoch, each frame is decoded once. In
-the second one, frames are copied from memory if memory_budget holds all of them. A turn with "decodes all" has a memory_budget
-of 64 MiB, so most frames are decoded for each batch. The report also has the number of cores in use, and the time to open the
-Loader. `--device cpu` serves only to test this program, and leaves out NVDEC.
+Each turn opens a Loader and measures two epochs of it, and then the first epoch of a second Loader, which finds the libraries
+loaded and NVDEC's decoders open. In a first epoch, each frame is decoded once. In a second one, frames are copied from memory
+if memory_budget holds all of them; with 64 MiB, most frames are decoded for each batch. For each epoch, the report has the
+frames per second and the number of cores in use, both from the first batch on, and the growth of counters and times in
+`stats()` over the whole epoch. See `Loader.stats`: the times of decode threads are added up over the threads. `--device cpu`
+serves only to test this program, and leaves out NVDEC.
 """
 
 from __future__ import annotations
@@ -13,18 +17,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from argument_types import count
-from program import Rows, on_gpu
+from program import Rows, cpu_s, on_gpu
 
 import dali_stream
 from dali_stream.checks.frame_size import frame_size
 from dali_stream.system import cpu
 
-LITTLE = "64MiB"
+STATS = (
+    *("clips", "decoded_frames", "read_s", "pack_s", "decode_s", "resize_s", "plan_s", "rows_s", "gather_s", "graph_s"),
+    *("starved_s", "decode_cpu_s", "plan_cpu_s", "copy_cpu_s"),
+)
 
 
 def main() -> None:
@@ -33,50 +39,52 @@ def main() -> None:
     parser.add_argument("--decode", nargs="+", default=["torchcodec-cuda", "torchcodec", "auto"])
     parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--threads", type=count, nargs="+", default=[cpu.cores()], help="decode threads")
-    parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--memory-budget", default="16GiB")
+    parser.add_argument("--batch-size", type=count, nargs="+", default=[64])
+    parser.add_argument("--memory-budget", nargs="+", default=["16GiB", "64MiB"])
     parser.add_argument("--rounds", type=count, default=2)
     arguments = on_gpu(parser)
-    rows = Rows(arguments)
-    datasets = [each.partition("=")[::2] for each in arguments.data]
+    rows, datasets = Rows(arguments), [each.partition("=")[::2] for each in arguments.data]
     decoders = arguments.decode if arguments.gpu is not None else ["torchcodec"]
-    budgets = arguments.memory_budget, LITTLE
-    for _, (name, root), threads, budget, decode in itertools.product(
-        range(arguments.rounds), datasets, arguments.threads, budgets, decoders
+    for _, budget, batch_size, threads, (name, root), decode in itertools.product(
+        range(arguments.rounds), arguments.memory_budget, arguments.batch_size, arguments.threads, datasets, decoders
     ):
-        row = {"data": name, "decode": decode, "threads": threads, "decodes all": budget == LITTLE}
+        options = {"decode": decode, "num_threads": threads, "batch_size": batch_size, "memory_budget": budget}
+        row: dict[str, Any] = {"data": name, **options}
         try:
-            row |= measure(Path(root), decode, threads, budget, arguments)
+            row |= measure(root, options | {"device": arguments.device, "image_size": arguments.image_size})
         except (ValueError, dali_stream.DaliStreamError) as error:
             row["error"] = str(error)
         rows.add(row)
 
 
-def measure(root: Path, decode: str, threads: int, budget: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the frames per second of two epochs, the cores in use, and the routes."""
-    started, device = time.perf_counter(), arguments.device
-    dataset = dali_stream.Dataset(root)
-    with dali_stream.Loader(
-        dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,
-        image_size=arguments.image_size, image_dtype="uint8", memory_budget=budget,
-    ) as loader:  # fmt: skip
+def measure(root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the measurements of two epochs and of the first epoch of a second Loader, and the routes."""
+    started = time.perf_counter()
+    with opened(root, options) as loader:
         row: dict[str, Any] = {"open_s": round(time.perf_counter() - started, 2)}
-        for epoch in ("first", "second"):
-            decoded, batches = loader.stats()["decoded_frames"], iter(loader)
-            next(batches)
-            begun, cpu, frames = time.perf_counter(), time.process_time(), 0
-            for batch in batches:
-                frames += len(batch["index"]) * len(dataset.cameras)
-            if device != "cpu":
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - begun
-            row[epoch] = {
-                "frames_per_s": round(frames / seconds),
-                "cores": round((time.process_time() - cpu) / seconds, 2),
-                "decoded": loader.stats()["decoded_frames"] - decoded,
-            }
-        routes = {route.decoder: route.reason for route in loader.routes.values()}
-        return row | {"routes": routes, "route_changes": loader.stats()["route_changes"]}
+        row |= {"first": epoch(loader, options["device"]), "second": epoch(loader, options["device"])}
+        row["routes"] = {route.decoder: route.reason for route in loader.routes.values()}
+        row["route_changes"] = loader.stats()["route_changes"]
+    with opened(root, options) as loader:
+        return row | {"first of a second Loader": epoch(loader, options["device"])}
+
+
+def opened(root: str, options: dict[str, Any]) -> dali_stream.Loader:
+    return dali_stream.Loader(root, rank=0, world_size=1, image_dtype="uint8", **options)
+
+
+def epoch(loader: dali_stream.Loader, device: str) -> dict[str, float]:
+    """Measure an epoch."""
+    before, batches, frames = loader.stats(), iter(loader), 0
+    next(batches)
+    began, used = time.perf_counter(), cpu_s()
+    for batch in batches:
+        frames += len(batch["index"]) * len(loader.dataset.cameras)
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    seconds, after = time.perf_counter() - began, loader.stats()
+    rates = {"frames_per_s": round(frames / seconds), "cores": round((cpu_s() - used) / seconds, 2)}
+    return rates | {key: round(after[key] - before[key], 3) for key in STATS}
 
 
 if __name__ == "__main__":

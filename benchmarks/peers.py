@@ -14,11 +14,10 @@ lerobot-new-streaming, N workers, T threads, and lerobot-new-streaming-uint8, ..
                      the StreamingLeRobotDataset of LEROBOT_STREAMING_SOURCE, with 0 and 1 workers (it allows no more) and with
                      decode_threads=2 (its default) and 4, in the environment with LeRobot
 torchcodec-cuda      the plain loop with NVDEC, which decodes on the CPU what NVDEC cannot decode
-pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
 Each of these loaders is called a side below. All sides deliver float32 frames in [0, 1] of all cameras on the same device. The
-plain loops deliver no columns other than index, episode_index and frame_index. With --image-size, frames are resized with
-antialiasing: by LeRobot with torchvision's Resize in its image_transforms, and by the plain loops with torch's interpolate.
+plain loop delivers no columns other than index, episode_index and frame_index. With --image-size, frames are resized with
+antialiasing: by LeRobot with torchvision's Resize in its image_transforms, and by the plain loop with torch's interpolate.
 
 Each turn of a side runs in a new process, which ends before the turn of the next side. Therefore no decoded frames are kept
 between turns, and only one side runs at a time. dali_stream keeps decoded frames for later batches. It is timed over its whole
@@ -48,7 +47,7 @@ from typing import Any
 
 from argument_types import count, count_or_none, new_file, positive
 from peer_programs import frames
-from peer_programs.process import Peer, PeerError
+from peer_programs.process import PeerError, run_peer
 from peer_programs.recorded import Recorded
 
 import dali_stream
@@ -150,7 +149,6 @@ def sides(lerobot: str | None, workers: list[int], streaming_source: Path | None
         Side("lerobot-streaming", "lerobot_stream.py", lerobot, follows=False),
         *(new_streaming if streaming_source else ()),
         Side("torchcodec-cuda", "torchcodec_loop.py", spec={"gpu_decode": True}, gpu=True),
-        Side("pynvvideocodec", "pynvvideocodec_loop.py", gpu=True),
     ]
 
 
@@ -201,7 +199,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--check", type=count, default=16, help="samples per timed part whose frames are compared")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order")
     parser.add_argument("--device", default="auto", help="device of the batches: auto, cpu, cuda or cuda:N")
-    parser.add_argument("--answer-s", type=positive, default=600, help="time limit in seconds for an answer of a side")
+    parser.add_argument("--turn-s", type=positive, default=1800, help="time limit in seconds for a turn of a side")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--out", type=new_file, help="write the JSON to this file")
     return parser.parse_args(join_sizes())
@@ -287,30 +285,27 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
         raise PeerError("no GPU")
     if side.python is None:
         raise PeerError("no LeRobot. --lerobot-python must be the Python of an environment with LeRobot")
+    per_epoch = recorded.epoch // arguments.batch_size
+    # Numbers of batches, each of which is timed separately.
+    takes = [1, per_epoch - 1, whole_epochs(arguments.batches, per_epoch)]
+    if not side.keeps:
+        takes = [1, *([arguments.warmup] if arguments.warmup else []), arguments.batches]
     folder.mkdir()
-    (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
+    answer, results = folder / "answer.json", folder / "results.npz"
+    more = {"takes": takes, "answer": str(answer), "results": str(results)}
+    (folder / "spec.json").write_text(json.dumps(common | side.spec | more))
     # The programs make no requests to the Hub, and write no files to the user's caches.
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "HF_LEROBOT_HOME": str(folder / "lerobot")}
     if side.source:
         variables["PYTHONPATH"] = str(side.source / "src")
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
-    peer = Peer(command, arguments.answer_s, variables)
-    try:
-        side.versions = peer.versions | (described(side.source) if side.source else {})
-        side.first_batch_rounds.append(peer.ask("seconds", go=1))
-        if side.keeps:
-            per_epoch = recorded.epoch // arguments.batch_size
-            side.rounds.append(rate(peer, per_epoch - 1, recorded, arguments))
-            later = whole_epochs(arguments.batches, per_epoch)
-            side.second_epoch_rounds.append(rate(peer, later, recorded, arguments))
-        else:
-            if arguments.warmup:
-                peer.ask("seconds", go=arguments.warmup)
-            side.rounds.append(rate(peer, arguments.batches, recorded, arguments))
-        peer.ask("written", end=True)
-    finally:
-        side.peak_bytes = max(peer.peak_bytes, side.peak_bytes or 0)
-        peer.close()
+    side.peak_bytes = max(run_peer(command, arguments.turn_s, variables), side.peak_bytes or 0)
+    found, per_batch = json.loads(answer.read_text()), frames_per_batch(recorded, arguments)
+    side.versions = found["versions"] | (described(side.source) if side.source else {})
+    side.first_batch_rounds.append(found["seconds"][0])
+    rates = [count * per_batch / seconds for count, seconds in zip(takes, found["seconds"], strict=True)]
+    side.rounds.append(rates[1 if side.keeps else -1])
+    side.second_epoch_rounds += rates[2:] if side.keeps else []
 
 
 def described(source: Path) -> dict[str, str]:
@@ -318,11 +313,6 @@ def described(source: Path) -> dict[str, str]:
     git = ["git", "-C", str(source), "describe", "--always", "--all", "--long", "--abbrev=12"]
     result = subprocess.run(git, capture_output=True, text=True, check=False)
     return {"lerobot": result.stdout.strip() or "a folder without git"}
-
-
-def rate(peer: Peer, batches: int, recorded: Recorded, arguments: argparse.Namespace) -> float:
-    """Return the rate of a peer over its next batches, in frames/s."""
-    return batches * frames_per_batch(recorded, arguments) / float(peer.ask("seconds", go=batches))
 
 
 def whole_epochs(batches: int, per_epoch: int) -> int:

@@ -7,44 +7,59 @@ disk_frames.py: epochs of a dataset that does not fit in memory, without and wit
 of the rounds, and a line from the slowest to the fastest round. A loader whose second epoch was measured separately has two
 bars. The footer names loaders that failed, the machine, the dataset, versions and the date. `make figures` draws
 docs/figures/peers.svg.
+
+matplotlib measures the text, so that none is cut, and draws it as outlines, which need no fonts of the reader. The file
+therefore has its content as text in `<title>` and `<desc>` as well. Its background is white, so that it is readable on light
+and on dark pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import textwrap
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 from argument_types import new_file
-from drawing import INK, MARGIN, OTHER, WIDTH, Picture, new_figure, style
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-OWN = "#0b7a5c"  # color of our bars
-ROW, HEADING = 30, 40  # pixels: the height of a bar and of a title
+OWN, OTHER, INK, DIM = "#0b7a5c", "#a9b4c2", "#1c2128", "#57606a"  # bars of dali_stream, other bars, text, notes
+# In pixels: width of the figure and of the space beside notes, and heights of a bar, of a title and of a line of a note.
+WIDTH, MARGIN, ROW, HEADING, LINE = 860, 12, 30, 40, 20
+PIXELS = 96  # per inch, as in browsers
+NOTE = 125  # maximum number of characters in a line of a note
+STYLE = {
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",  # part of matplotlib
+    "font.size": 9,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "dali_stream",
+    "text.color": INK,
+    "text.parse_math": False,  # a "$" in a label is not the start of a formula
+    "ytick.labelcolor": INK,
+}
 MODES = {
     "single": "Single frames",
     "sarm": "Windows of 8 frames, 1 s apart",
     "action_chunk": "Single frames with 50 actions",
 }
-NAMES = {
-    "dali_stream": "dali_stream",
+NAMES = {  # names before the settings
     "torchcodec": "Plain torchcodec loop",
     "torchcodec-cuda": "Plain torchcodec loop, NVDEC",
-    "pynvvideocodec": "Plain PyNvVideoCodec loop",
-    "lerobot-streaming": "StreamingLeRobotDataset",
-}
-KINDS = {  # names before the number of workers
     "lerobot": "LeRobotDataset",
     "lerobot-uint8": "LeRobotDataset, uint8",
+    "lerobot-streaming": "StreamingLeRobotDataset",
     "lerobot-new-streaming": "New streaming",
     "lerobot-new-streaming-uint8": "New streaming, uint8",
 }
-NEW_STREAMING = "lerobot-new-streaming"  # of its settings, the chart shows the fastest
+NEW_STREAMING = "lerobot-new-streaming"  # the chart has the fastest of its settings, which the footer describes
 NOT_RUN = ("no GPU", "no LeRobot")  # beginnings of the error of a side that was not run
-SECOND_EPOCH = "Second epoch: all frames of this recording fit in memory_budget. A larger dataset "
-# By whether the chart has a panel of a larger dataset.
-LARGER = {False: "runs every epoch at the first epoch's rate.", True: "runs as in the last panel."}
 EPOCHS = {  # of the report of disk_frames.py
     "without": "no frame cache, every epoch",
     "filling": "frame_cache, first epoch",
@@ -55,58 +70,72 @@ Report = dict[str, Any]
 
 
 class Bar(NamedTuple):
-    """A bar with a label before it and a figure after it.
-
-    Attributes:
-        label: Label.
-        value: Length.
-        figure: Text after the bar.
-        ours: Whether it is a bar of dali_stream.
-        ends: Slowest and fastest round, which a line shows.
-    """
+    """A bar with a label before it and a figure after it. A line shows the rounds, from the slowest to the fastest."""
 
     label: str
     value: float
     figure: str
     ours: bool
-    ends: tuple[float, float]
+    rounds: list[float]
+
+
+class Picture(NamedTuple):
+    """A chart.
+
+    Attributes:
+        figure: The drawn figure.
+        svg: The SVG file.
+        text: All panels and numbers, for readers who cannot see the chart. Pages have it as the text of the picture.
+        notes: Sentences below the bars.
+    """
+
+    figure: Figure
+    svg: str
+    text: str
+    notes: list[str]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program.
-
-    Args:
-        argv: Arguments of the program. Default: the arguments of the command line.
-    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="reports of peers.py; each becomes a panel")
+    parser.add_argument("reports", type=Path, nargs="+", help="reports of peers.py")
     parser.add_argument("--frame-cache", type=Path, metavar="REPORT", help="report of disk_frames.py, for another panel")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
-    on_disk = read(arguments.frame_cache) if arguments.frame_cache else None
-    arguments.out.write_text(chart([read(path) for path in arguments.reports], on_disk).svg())
+    on_disk = json.loads(arguments.frame_cache.read_text()) if arguments.frame_cache else None
+    arguments.out.write_text(chart([json.loads(path.read_text()) for path in arguments.reports], on_disk).svg)
 
 
-def read(path: Path) -> Report:
-    """Read a report of peers.py or disk_frames.py."""
-    report: Report = json.loads(path.read_text())
-    return report
-
-
-@style()
 def chart(reports: list[Report], on_disk: Report | None = None) -> Picture:
     """Draw the chart. It depends only on the reports, so that a test can compare it with the committed chart."""
     panels = [panel(report) for report in reports] + ([frame_cache_panel(on_disk)] if on_disk else [])
-    sizes, notes = [len(rows) for _, rows in panels], footer(reports, on_disk)
-    figure = new_figure(HEADING * len(panels) + ROW * sum(sizes), notes)
+    notes = footer(reports, on_disk)
+    titles = "; ".join(title for title, _ in panels)
+    text = " ".join(f"{title}: {'; '.join(f'{bar.label}: {bar.figure}' for bar in bars)}." for title, bars in panels)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the settings of the user
+        matplotlib.rcParams.update(STYLE)
+        figure = draw(panels, notes)
+        return Picture(figure, svg(figure, f"Frames per second. {titles}", " ".join([text, *notes])), text, notes)
+
+
+def draw(panels: list[tuple[str, list[Bar]]], notes: list[str]) -> Figure:
+    """Draw the panels, one below the other, and the notes at the bottom."""
+    lines = [line for note in notes for line in textwrap.wrap(note, NOTE)]
+    below, sizes = LINE * len(lines) + MARGIN, [len(bars) for _, bars in panels]
+    above = HEADING * len(panels) + ROW * sum(sizes)
+    whole = above + below
+    figure = Figure(figsize=(WIDTH / PIXELS, whole / PIXELS), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, below / whole, 1, above / whole), w_pad=0.1, h_pad=0.06, hspace=0)
+    for number, line in enumerate(reversed(lines)):
+        note = figure.text(MARGIN / WIDTH, (MARGIN + LINE * number) / whole, line, color=DIM, size=8.5, va="bottom")
+        note.set_in_layout(False)
     all_axes = figure.subplots(len(panels), height_ratios=sizes, sharex=True, squeeze=False)[:, 0]
-    for axes, (title, rows) in zip(all_axes, panels, strict=True):
-        bars(axes, title, rows)
-    names = "; ".join(title for title, _ in panels)
-    return Picture(figure, f"Frames per second. {names}", " ".join(spoken(*each) for each in panels), notes)
+    for axes, (title, bars) in zip(all_axes, panels, strict=True):
+        draw_panel(axes, title, bars)
+    return figure
 
 
-def bars(axes: Axes, title: str, rows: list[Bar]) -> None:
+def draw_panel(axes: Axes, title: str, bars: list[Bar]) -> None:
     """Draw horizontal bars, from the top to the bottom, below a title at the left end of the figure."""
     axes.set_title(" ", size=13)  # room for the title
     place = axes.annotate(
@@ -120,60 +149,57 @@ def bars(axes: Axes, title: str, rows: list[Bar]) -> None:
         annotation_clip=False,
     )
     place.set_in_layout(False)
-    places = range(len(rows))
-    errors = [[row.value - row.ends[0] for row in rows], [row.ends[1] - row.value for row in rows]]
+    rows = range(len(bars))
     drawn = axes.barh(
-        places,
-        [row.value for row in rows],
+        rows,
+        [bar.value for bar in bars],
         0.68,
-        color=[OWN if row.ours else OTHER for row in rows],
-        xerr=errors,
+        color=[OWN if bar.ours else OTHER for bar in bars],
+        xerr=[[bar.value - min(bar.rounds) for bar in bars], [max(bar.rounds) - bar.value for bar in bars]],
         error_kw={"ecolor": INK, "elinewidth": 1.2},
     )
-    figures = axes.bar_label(drawn, [row.figure for row in rows], padding=5)
-    axes.set_yticks(places, [row.label for row in rows])
-    for row, *texts in zip(rows, figures, axes.get_yticklabels(), strict=True):
+    figures = axes.bar_label(drawn, [bar.figure for bar in bars], padding=5)
+    axes.set_yticks(rows, [bar.label for bar in bars])
+    for bar, *texts in zip(bars, figures, axes.get_yticklabels(), strict=True):
         for text in texts:
-            text.set_weight("bold" if row.ours else "normal")
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+            text.set_weight("bold" if bar.ours else "normal")
+    axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.spines[:].set_visible(False)
     axes.xaxis.set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
-def spoken(title: str, rows: list[Bar]) -> str:
-    """Return the content of bars as text."""
-    return f"{title}: {'; '.join(f'{row.label}: {row.figure}' for row in rows)}."
+def svg(figure: Figure, title: str, text: str) -> str:
+    """Return a figure as an SVG file with a title and its content as text. It depends on nothing but matplotlib's version."""
+    made = io.StringIO()
+    figure.savefig(made, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _, head, rest = made.getvalue().partition("<svg ")
+    attributes, _, content = rest.partition(">\n")
+    texts = f"<title>{escape(title)}</title>\n <desc>{escape(text)}</desc>"
+    lines = f'{head}role="img" {attributes}>\n {texts}\n{content}'.splitlines()
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def panel(report: Report) -> tuple[str, list[Bar]]:
     """Return the title and the bars of a report, the fastest loader first."""
-    rows = []
+    bars = []
     for side in sorted(ran(report), key=lambda side: -side["frames_per_s"]):
         wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
-        for suffix, rate, rounds in epochs(side):
-            ends = min(rounds), max(rounds)
-            rows.append(Bar(named(side) + suffix, rate, f"{rate:.0f}{wrong}", side["name"] == "dali_stream", ends))
-    return title(report), rows
-
-
-def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
-    """Return (text after the name, median, rounds) for each bar of a loader."""
-    if not side.get("second_epoch_rounds"):
-        return [("", side["frames_per_s"], side["rounds"])]
-    second = side["second_epoch_frames_per_s"], side["second_epoch_rounds"]
-    return [(", first epoch", side["frames_per_s"], side["rounds"]), (", second epoch", *second)]
+        second = side.get("second_epoch_rounds")
+        epochs = [(", first epoch" if second else "", side["frames_per_s"], side["rounds"])]
+        epochs += [(", second epoch", side["second_epoch_frames_per_s"], second)] if second else []
+        for suffix, rate, rounds in epochs:
+            bars.append(Bar(named(side) + suffix, rate, f"{rate:.0f}{wrong}", side["name"] == "dali_stream", rounds))
+    return title(report), bars
 
 
 def frame_cache_panel(report: Report) -> tuple[str, list[Bar]]:
     """Return the title and the bars of the first dataset of a report of disk_frames.py, with the cache on a disk."""
     (height, width), budget = report["arguments"]["image_size"], report["arguments"]["memory_budget"]
     place = next(place for place in report["datasets"][0]["folders"] if place["folder"] == "disk")
-    rows = []
-    for name, label in EPOCHS.items():
-        rate, rounds = place["frames_per_s"][name], place["rounds"][name]
-        rows.append(Bar(label, rate, f"{rate:.0f}", True, (min(rounds), max(rounds))))
-    return f"Single frames, memory_budget={budget}, too small for all: uint8 frames/s of {height}×{width}, batch 64", rows
+    rates, rounds = place["frames_per_s"], place["rounds"]
+    bars = [Bar(label, rates[name], f"{rates[name]:.0f}", True, rounds[name]) for name, label in EPOCHS.items()]
+    return f"Single frames, memory_budget={budget}, too small for all: uint8 frames/s of {height}×{width}, batch 64", bars
 
 
 def ran(report: Report) -> list[Report]:
@@ -187,9 +213,8 @@ def ran(report: Report) -> list[Report]:
 def named(side: Report) -> str:
     """Return the name of a loader for readers."""
     kind, _, settings = side["name"].partition(", ")
-    if kind.startswith(NEW_STREAMING):  # the footer says what its settings are
-        return KINDS[kind]
-    return NAMES.get(side["name"], f"{KINDS[kind]}, {settings}" if kind in KINDS else side["name"])
+    name = NAMES.get(kind, kind)
+    return name if kind.startswith(NEW_STREAMING) or not settings else f"{name}, {settings}"
 
 
 def title(report: Report) -> str:
@@ -211,12 +236,14 @@ def footer(reports: list[Report], on_disk: Report | None = None) -> list[str]:
     lines.append(
         "Bar: median of the rounds. Line: slowest to fastest round. Frames of every loader were compared with FFmpeg's."
     )
-    if any(side["name"].startswith(NEW_STREAMING) for report in reports for side in ran(report)):
+    sides = [side for report in reports for side in ran(report)]
+    if any(side["name"].startswith(NEW_STREAMING) for side in sides):
         lines.append(
             "New streaming: StreamingLeRobotDataset after LeRobot 0.6.1, with the fastest of its settings that were measured."
         )
-    if any(len(epochs(side)) > 1 for report in reports for side in ran(report)):
-        lines.append(SECOND_EPOCH + LARGER[on_disk is not None])
+    if any(side.get("second_epoch_rounds") for side in sides):
+        larger = "as in the last panel" if on_disk else "every epoch at the first epoch's rate"
+        lines.append(f"Second epoch: all frames of this recording fit in memory_budget. A larger dataset runs {larger}.")
     lines += dict.fromkeys(circumstances(report) for report in reports)
     return [*lines, f"Last panel: {circumstances(on_disk)}"] if on_disk else lines
 

@@ -7,9 +7,8 @@ A separate process serves the folder ROOT over HTTP or S3 on loopback, with a la
 requests share. In each round, four sides take turns with the same order: the local disk; remote with empty caches ("cold");
 remote in the second epoch, from memory; and remote with a filled `cache_dir` only. A rate is that of an epoch without its first
 batch, whose time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the
-same cores. "server elsewhere" is an estimate of the rate with a server on another machine: the CPU time of the server, divided
-by the number of cores, is subtracted from the time of the epoch. Before each Loader starts, memory for all decoded frames, up
-to 5 GiB, is written, because the host of a virtual machine may provide memory slowly when it is first written.
+same cores. Before each Loader starts, memory for all decoded frames, up to 5 GiB, is written, because the host of a virtual
+machine may provide memory slowly when it is first written.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,8 +50,8 @@ def main() -> int:
 def as_text(result: dict[str, Any]) -> str:
     """Return the result as text."""
     return "\n".join(
-        f"{name:7} {figures['frames_per_s']:6.0f} frames/s, {figures['ratio']:.3f} of local, "
-        f"{figures['ratio_elsewhere']:.3f} with the server elsewhere; first batch after {figures['first_batch_s']:.2f} s; "
+        f"{name:7} {figures['frames_per_s']:6.0f} frames/s, {figures['ratio']:.3f} of local; "
+        f"first batch after {figures['first_batch_s']:.2f} s; "
         f"{figures['requests']:.0f} requests, {figures['fetched_bytes'] / 1e6:.1f} MB"
         for name, figures in result["medians"].items()
     )
@@ -64,82 +62,66 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     loader = {"batch_size": arguments.batch_size, "memory_budget": "4GiB"}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
     network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
-    with tempfile.TemporaryDirectory() as cache, network as (remote, server_s):
-        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)  # fills the cache and warms up the process
+    with tempfile.TemporaryDirectory() as cache, network as remote:
+        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)  # fills the cache and warms up the process
         for _ in range(arguments.rounds):
-            rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader, server_s)
-            cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader, server_s)
+            rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader)
+            cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader)
             rounds["cold"].append(cold)
             rounds["memory"].append(memory)
-            rounds["cache"] += epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)
+            rounds["cache"] += epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)
     for sides in zip(*rounds.values(), strict=True):
-        local = sides[0]["frames_per_s"]
         for side in sides:
-            side["ratio"], side["ratio_elsewhere"] = side["frames_per_s"] / local, side.pop("elsewhere_per_s") / local
+            side["ratio"] = side["frames_per_s"] / sides[0]["frames_per_s"]
     medians = {name: program.medians(turns) for name, turns in rounds.items()}
     return {"medians": medians, "rounds": rounds}
 
 
-def epochs(
-    dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any], server_s: Callable[[], float]
-) -> list[dict[str, float]]:
-    """Stream some epochs with one Loader. Return the rates, times and counters of each epoch.
+def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """Stream some epochs with one Loader. Return the rate, the time of the first batch and counters of each epoch.
 
     Args:
         dataset: Dataset to stream.
         count: Number of epochs.
         arguments: Arguments of the Loader.
-        server_s: Function that returns the CPU time of the server in seconds.
     """
-    results, cores = [], len(os.sched_getaffinity(0))
+    results = []
     frame_bytes = sum(math.prod(dataset.features[camera].shape) for camera in dataset.cameras)
     provide(min(TOUCHED, dataset.num_frames * frame_bytes))
     with dali_stream.Loader(dataset, image_dtype="uint8", **arguments) as loader:
         for _ in range(count):
             before, began = loader.stats(), time.perf_counter()
-            frames, first = 0, 0.0
-            for batch in loader:
-                if not first:
-                    first, served_s, started = time.perf_counter() - began, server_s(), time.perf_counter()
-                else:
-                    frames += len(batch["index"]) * len(dataset.cameras)
-            took, served_s = time.perf_counter() - started, server_s() - served_s
-            after = loader.stats()
+            batches, frames = iter(loader), 0
+            next(batches)
+            started = time.perf_counter()
+            for batch in batches:
+                frames += len(batch["index"]) * len(dataset.cameras)
+            rate, after = frames / (time.perf_counter() - started), loader.stats()
             spent = {key: after[key] - before[key] for key in ("requests", "fetched_bytes", "needed_bytes", "cached_bytes")}
-            rates = {"frames_per_s": frames / took, "elsewhere_per_s": frames / (took - served_s / cores)}
-            results.append({**rates, "first_batch_s": first, "server_cpu_s": served_s, **spent})
+            results.append({"frames_per_s": rate, "first_batch_s": started - began, **spent})
     return results
 
 
 @contextmanager
-def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[tuple[dict[str, Any], Callable[[], float]]]:
-    """Serve a folder from another process.
-
-    Yields:
-        Arguments of `Dataset` for the folder, and a function that returns the CPU time of the process in seconds.
-    """
+def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[dict[str, Any]]:
+    """Serve a folder from another process. Yields the arguments of `Dataset` for the folder."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     arguments = (theirs, root, over, latency_s, bytes_per_s)
     serving = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
     serving.start()
     url = ours.recv()
-
-    def cpu_s() -> float:
-        ours.send("cpu")
-        return float(ours.recv())
-
     try:
         if over == "http":
-            yield {"uri": url}, cpu_s
+            yield {"uri": url}
         else:
-            yield {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": url}}, cpu_s
+            yield {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": url}}
     finally:
         ours.send("end")
         serving.join()
 
 
 def _serve(connection: Connection, root: Path, over: str, latency_s: float, bytes_per_s: float) -> None:
-    """Serve a folder until the connection receives "end". Answer other messages with the CPU time of this process."""
+    """Serve a folder until the connection receives a message."""
     sys.path.insert(0, str(TESTS))
     from support.clouds import Objects
     from support.servers import Server
@@ -152,8 +134,7 @@ def _serve(connection: Connection, root: Path, over: str, latency_s: float, byte
         server = Objects(files, **network)
     with server:
         connection.send(server.url)
-        while connection.recv() != "end":
-            connection.send(time.process_time())
+        connection.recv()
 
 
 if __name__ == "__main__":

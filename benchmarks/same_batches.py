@@ -2,10 +2,9 @@
 
     python benchmarks/same_batches.py COMMIT [--data NAME=ROOT ...] [--case PART ...]
 
-Use it while code behind the public API is rewritten. It writes demo datasets once, checks the commit out into a temporary
+Use it while code below the public API is rewritten. It writes demo datasets once, checks the commit out into a temporary
 folder, and lets each side hash the same cases in a process of its own: plain, resized and normalized frames, windows, ranks,
 all orders, little memory, partial and padded batches, HTTP, substitutes, mixtures, images in rows, v2.1, and resumed runs.
-Arguments whose names differ between the sides are in RENAMED.
 
 The exit code is 1 if a case differs or fails on this checkout.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
 import random
@@ -27,7 +25,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
-RENAMED = {"drop_first": "drop_n_first_frames", "drop_last": "drop_n_last_frames"}
 BATCHES = 6  # per part of an epoch
 
 
@@ -143,38 +140,19 @@ def digest(value: Any) -> str:
     return total.hexdigest()[:16]
 
 
-def renamed(call: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments under the names that a function or class of this side has."""
-    names = inspect.signature(call).parameters
-    return {name if name in names else RENAMED.get(name, name): value for name, value in arguments.items()}
-
-
-def with_new_names(value: Any) -> Any:
-    """Return a part of a state with the new names of arguments in its keys."""
-    if not isinstance(value, Mapping):
-        return value
-    plain = {}
-    for key, inner in value.items():
-        name = key
-        for old, new in RENAMED.items():
-            name = name.replace(old, new)
-        plain[name] = with_new_names(inner)
-    return plain
-
-
 def cases(data: Mapping[str, Path]) -> dict[str, Callable[[], Iterator[Any]]]:
     """Return the cases by name."""
     from dali_stream import Dataset, FrameSampler, Loader, Mixture
 
     def opened(name: str, **arguments: Any) -> Any:
-        return Dataset(data[name], **renamed(Dataset, arguments))
+        return Dataset(data[name], **arguments)
 
     def loader(dataset: Any, **options: Any) -> Any:
         return Loader(dataset, **({"batch_size": 8, "device": "cpu", "num_threads": 2, "seed": 3} | options))
 
     def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without its source, which is a path, and with the new names of arguments."""
-        return {name: with_new_names(value) for name, value in state.items() if name != "source"}
+        """Return a state without its source, which is a path."""
+        return {name: value for name, value in state.items() if name != "source"}
 
     def stream(dataset: Any, **options: Any) -> Iterator[Any]:
         """Yield the first batches of an epoch, the state, and the batches after a resume in the middle and into epoch 1."""
@@ -205,13 +183,13 @@ def cases(data: Mapping[str, Path]) -> dict[str, Callable[[], Iterator[Any]]]:
             yield from stream(Dataset(server.url), **options)
 
     def sampled(**options: Any) -> Iterator[Any]:
-        sampler = FrameSampler([50, 7, 120, 33], **renamed(FrameSampler, {"seed": 5, "batch_size": 4, **options}))
+        sampler = FrameSampler([50, 7, 120, 33], **{"seed": 5, "batch_size": 4, **options})
         for _ in range(2):
             yield list(sampler)
         yield plain_state(sampler.state_dict())
 
     def mixture(**options: Any) -> Any:
-        parts = {"demo": opened("demo"), "h264": opened("h264", drop_first=2, drop_last=3)}
+        parts = {"demo": opened("demo"), "h264": opened("h264", drop_n_first_frames=2, drop_n_last_frames=3)}
         return Mixture(parts, **options)
 
     windows = {"delta_timestamps": {"action": [0.0, 0.05, 0.1], "observation.images.top": [-0.5, -0.05, 0.0]}}
@@ -250,7 +228,7 @@ def cases(data: Mapping[str, Path]) -> dict[str, Callable[[], Iterator[Any]]]:
             )
         add(f"{name}: little memory", lambda name=name: whole_epoch(opened(name), memory_budget="12MiB", batch_size=4))
         add(f"{name}: pools", lambda name=name: whole_epoch(opened(name), **small, consumers=4, episode_pool_size=2))
-        parts = {"episodes": [5, 0, 2], "drop_first": 1, "drop_last": 2}
+        parts = {"episodes": [5, 0, 2], "drop_n_first_frames": 1, "drop_n_last_frames": 2}
         add(f"{name}: selection", lambda name=name, parts=parts: whole_epoch(opened(name, **parts), **small))
         add(
             f"{name}: frames",
@@ -268,7 +246,7 @@ def cases(data: Mapping[str, Path]) -> dict[str, Callable[[], Iterator[Any]]]:
     add("mixture: whole epoch", lambda: whole_epoch(mixture(), **small, last_batch="pad", normalize="mean_std_per_dataset"))
     for shuffle in (True, False, "global"):
         add(f"sampler: {shuffle}", lambda shuffle=shuffle: sampled(shuffle=shuffle))
-    add("sampler: dropped frames", lambda: sampled(drop_first=2, drop_last=5))
+    add("sampler: dropped frames", lambda: sampled(drop_n_first_frames=2, drop_n_last_frames=5))
     return found
 
 

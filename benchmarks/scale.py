@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import resource
@@ -27,7 +26,6 @@ from argument_types import count
 from scale_dataset import CAMERAS, write
 
 import dali_stream
-from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
 from dali_stream.system.heap import trim_memory
 from dali_stream.tools import environment
@@ -52,14 +50,13 @@ class Bench:
     def __init__(self, folder: Path, episodes: int, batches: int) -> None:
         self.folder, self.batches = folder, batches
         self.large = folder / str(episodes)
-        self.small, self.converted = folder / "1000", folder / f"{max(episodes // 7, 1000)} converted"
+        self.small = folder / "1000"
         self.episodes = episodes
 
     def write(self) -> None:
         """Write the datasets that do not exist."""
         write(self.small, 1000)
         write(self.large, self.episodes)
-        write(self.converted, max(self.episodes // 7, 1000), converted=True)
 
     def import_all(self) -> int:
         """Import everything that a Loader needs. Return the memory of the process afterwards, in bytes."""
@@ -81,15 +78,6 @@ class Bench:
         dataset = dali_stream.Dataset(self.large)
         took = cpu_s() - began
         return {"open_cpu_s": took, "open_rss_bytes": rss() - before, "frames": dataset.num_frames}
-
-    def footers(self) -> dict[str, Any]:
-        """Measure the time and memory of reading an episode of each data file, which needs all footers."""
-        self.import_all()
-        dataset = dali_stream.Dataset(self.large)
-        reader, before, began = RowReader(dataset), rss(), cpu_s()
-        for file in range(len(dataset.table.data.paths)):
-            reader.read(int(dataset.table.data.rows(file)[0]))
-        return {"footers_rss_bytes": rss() - before, "footers_cpu_s": cpu_s() - began}
 
     def index(self) -> dict[str, Any]:
         """Measure the time and memory of the index of a video file."""
@@ -143,30 +131,15 @@ class Bench:
                 seconds.append(cpu_s() - began)
         return {"first_batch_cpu_s": seconds[0], "resume_cpu_s": seconds[1]}
 
-    def one_group(self) -> dict[str, Any]:
-        """Measure the time of the first batch and of the first 20 batches, if data files have few row groups.
-
-        LeRobot's converter writes such files.
-        """
-        self.import_all()
-        dataset, seconds = dali_stream.Dataset(self.converted), []
-        began = cpu_s()
-        with self.loader(dataset) as loader:
-            for _ in itertools.islice(loader, 20):
-                seconds.append(cpu_s() - began)
-        return {"episodes": dataset.num_episodes, "first_batch_cpu_s": seconds[0], "first_20_cpu_s": seconds[-1]}
-
 
 MEASUREMENTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "open": Bench.open,
-    "footers": Bench.footers,
     "index": Bench.index,
     "pool": lambda bench: bench.memory("4GiB"),
     "global": lambda bench: bench.memory("4GiB", shuffle="global"),
     "frame cache, empty": lambda bench: bench.frame_cache(is_filled=False),
     "frame cache, filled": lambda bench: bench.frame_cache(is_filled=True),
     "resume": Bench.resume,
-    "converted": Bench.one_group,
 }
 
 

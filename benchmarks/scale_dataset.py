@@ -1,9 +1,8 @@
 """Write a dataset of the size of DROID in the layout of LeRobot 0.6.1, with 3 cameras, 15 frames/s and all statistics.
 
-Data files have up to 100 MB, and a row group per episode. With `converted`, they have a row group per million rows, like those
-of LeRobot's converter from v2.1. All videos are hard links to one MP4 of 70,000 frames, so that 76,000 episodes (20 million
-frames) take 7 GB. Frames therefore cannot be identified. The dataset is suitable for measuring cost, but not for checking
-correctness.
+Data files have up to 100 MB, and a row group per episode. All videos are hard links to one MP4 of 70,000 frames, so that 76,000
+episodes (20 million frames) take 7 GB. Frames therefore cannot be identified. The dataset is suitable for measuring cost, but
+not for checking correctness.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PATH = "data/chunk-{:03d}/file-{:03d}.parquet"
 VIDEO = "videos/{}/chunk-{:03d}/file-{:03d}.mp4"
 
 
-def write(root: Path, episodes: int, *, converted: bool = False) -> Path:
+def write(root: Path, episodes: int) -> Path:
     """Write a dataset unless it exists. Return its root."""
     if (root / "meta/stats.json").exists():
         return root
@@ -43,13 +42,13 @@ def write(root: Path, episodes: int, *, converted: bool = False) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.link(_video(root.parent), path)
     for file in range(int(data[-1]) + 1):
-        _write_rows(root / PATH.format(file // 1000, file % 1000), np.flatnonzero(data == file), length, first, task, converted)
+        _write_rows(root / PATH.format(file // 1000, file % 1000), np.flatnonzero(data == file), length, first, task)
     places = {"length": length, "dataset_from_index": first, "dataset_to_index": first + length}
     places |= {"data/chunk_index": data // 1000, "data/file_index": data % 1000}
     for camera in CAMERAS:
         places |= {f"videos/{camera}/chunk_index": video // 1000, f"videos/{camera}/file_index": video % 1000}
         places |= {f"videos/{camera}/from_timestamp": start / FPS, f"videos/{camera}/to_timestamp": (start + length) / FPS}
-    _write_episodes(root / "meta/episodes/chunk-000", places, task, 1000 if converted else 10)
+    _write_episodes(root / "meta/episodes/chunk-000", places, task)
     tasks = pa.array([_task(i) for i in range(int(task.max()) + 1)])
     pq.write_table(pa.table({"task_index": np.arange(len(tasks)), "task": tasks}), root / "meta/tasks.parquet")
     (root / "meta/info.json").write_text(json.dumps(_info(episodes, int(length.sum()), len(tasks))))
@@ -85,14 +84,12 @@ def _video(folder: Path) -> Path:
     return video
 
 
-def _write_rows(
-    path: Path, episodes: np.ndarray, length: np.ndarray, first: np.ndarray, task: np.ndarray, converted: bool
-) -> None:
+def _write_rows(path: Path, episodes: np.ndarray, length: np.ndarray, first: np.ndarray, task: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
     tables = [_rows(int(e), int(length[e]), int(first[e]), int(task[e]), noise) for e in episodes]
     with pq.ParquetWriter(path, tables[0].schema) as writer:
-        for table in [pa.concat_tables(tables).combine_chunks()] if converted else tables:
+        for table in tables:
             writer.write_table(table)
 
 
@@ -104,11 +101,11 @@ def _rows(episode: int, length: int, first: int, task: int, noise: np.ndarray) -
     return pa.table(columns | {"timestamp": (frame / FPS).astype(np.float32)} | numbers)
 
 
-def _write_episodes(folder: Path, places: dict[str, np.ndarray], task: np.ndarray, group: int) -> None:
+def _write_episodes(folder: Path, places: dict[str, np.ndarray], task: np.ndarray) -> None:
     folder.mkdir(parents=True)
     writer, file = None, 0
-    for begin in range(0, len(task), group):
-        index = np.arange(begin, min(begin + group, len(task)))
+    for begin in range(0, len(task), 10):  # a row group has 10 episodes
+        index = np.arange(begin, min(begin + 10, len(task)))
         columns: dict[str, Any] = {"episode_index": index, "tasks": [[_task(i)] for i in task[index].tolist()]}
         columns |= {key: values[index] for key, values in places.items()}
         for key in (*VECTORS, "timestamp", *NUMBERS, *CAMERAS):

@@ -1,8 +1,8 @@
-"""Common part of all peer programs, which deliver batches on request and time them in their own process.
+"""Common part of all peer programs, which take batches in their own process and time them.
 
-A peer program is started as `python PROGRAM SPEC.json` and communicates in lines of JSON. It writes {"ready": versions} after
-all imports. On {"go": n}, it takes n batches as fast as possible and answers {"seconds": s}; the first request also opens the
-dataset. On {"end": true}, it writes the delivered data and answers {"written": samples}.
+A peer program is started as `python PROGRAM SPEC.json`. After all imports, it opens the dataset and takes the numbers of
+batches in `spec["takes"]`, one after the other and as fast as possible. It then writes the delivered data, and the seconds of
+each take.
 
 This module needs only numpy and torch, because it also runs in the environments of other loaders.
 """
@@ -30,42 +30,29 @@ ROWS = ("index", "episode_index", "frame_index")
 
 
 def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], imports: Sequence[str] = ()) -> None:
-    """Answer requests until stdin ends.
+    """Take and time batches, write the results, and end this process.
 
     Args:
         batches: Function that opens the dataset of a spec (see `peers.spec`) and yields an endless stream of batches.
         packages: Packages whose versions the report contains.
         imports: Modules that a loader imports with its first batch. They are imported beforehand, so that they are not timed.
     """
-    # A separate process group can be stopped and continued as a whole, with its workers. If the benchmark is killed, the kernel
-    # ends a stopped group.
-    os.setpgrp()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that output of libraries does not mix with the answers
-
-    def say(**answer: Any) -> None:
-        answers.write(f"\n{json.dumps(answer)}\n")  # on a separate line, also after an unfinished one
-        answers.flush()
-
     for name in imports:
         with contextlib.suppress(ImportError):  # the loader works without it
             importlib.import_module(name)
     spec = json.loads(Path(sys.argv[1]).read_text())
-    delivered = Delivered(spec)
-    stream = None
-    say(ready={"python": platform.python_version(), **versions("torch", *packages)}, group=os.getpid())
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "go" in request:
-            started = time.perf_counter()
-            stream = stream or batches(spec)
-            last = delivered.take(stream, request["go"])
-            seconds = time.perf_counter() - started
-            delivered.keep_frames(last)
-            del last
-            say(seconds=seconds)
-        else:
-            say(written=delivered.write())
+    delivered, stream, seconds = Delivered(spec), None, list[float]()
+    for count in spec["takes"]:
+        started = time.perf_counter()
+        stream = stream or batches(spec)  # opening the dataset belongs to the first take
+        last = delivered.take(stream, count)
+        seconds.append(time.perf_counter() - started)
+        delivered.keep_frames(last)
+        del last
+    delivered.write()
+    found = {"python": platform.python_version(), **versions("torch", *packages)}
+    Path(spec["answer"]).write_text(json.dumps({"versions": found, "seconds": seconds}))
+    os._exit(0)  # without waiting for threads and workers of the loader, which `run_peer` kills
 
 
 def as_float(batch: Batch, spec: Spec) -> Batch:
@@ -128,8 +115,8 @@ class Delivered:
         for key, kept in self._pictures.items():
             kept.append(batch[key][:few].clone())
 
-    def write(self) -> int:
-        """Write the delivered data to the file in the spec. Return the number of samples.
+    def write(self) -> None:
+        """Write the delivered data to the file in the spec.
 
         The file contains `index`, `episode_index` and `frame_index` of all samples, each of shape (N,); the positions `checked`
         of some samples, shape (n,); and for the nth camera the frames `pictures_n` of these samples, uint8, shape (n, steps, C,
@@ -140,4 +127,3 @@ class Delivered:
             frames = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()
             arrays[f"pictures_{n}"] = frames.reshape(len(frames), -1, *frames.shape[-3:]).numpy()
         np.savez(self._spec["results"], checked=np.concatenate(self._checked), **arrays)
-        return self._samples

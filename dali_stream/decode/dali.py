@@ -53,8 +53,7 @@ STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of all pipelines, which `empty_pipeline` reads when it is called.
 
 With one stream per backend, DALI's default, another operator may reuse the buffers of a decoder while they are still being
-copied. This follows from the sources of DALI 2.4. Only this setting was run on a GPU. `benchmarks/gpu_settings.py` tries the
-alternatives."""
+copied. This follows from the sources of DALI 2.4. Only this setting was run on a GPU."""
 
 
 class WindowRequest(NamedTuple):

@@ -26,7 +26,10 @@ import pytest
 import torch
 import typer
 import yaml
+from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Bbox
 from PIL import Image
 from support.servers import Server
 from support.slow import slow
@@ -504,71 +507,77 @@ def test_pictures_of_the_readme_show_on_github() -> None:
         image.verify()
 
 
-PICTURES = ("peers", "path")
-
-
-@pytest.fixture(params=PICTURES)
-def picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(the committed file, what the program draws from the committed reports). After a change: `make figures`."""
+@pytest.fixture
+def chart(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What peers_chart.py draws from the committed reports. After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    peers, diagrams = map(importlib.import_module, ("peers_chart", "diagrams"))
-    reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
-    assert reports
-    on_disk = ROOT / "benchmarks/results/disk_frames_2cores.json"
-    drawings = {
-        "peers": lambda: peers.chart([peers.read(path) for path in reports], peers.read(on_disk)),
-        "path": diagrams.path,
-    }
-    return ROOT / f"docs/figures/{request.param}.svg", drawings[request.param]()
+    reports = [ROOT / name for name in re.findall(r"benchmarks/results/\w+\.json", (ROOT / "Makefile").read_text())]
+    *peers, on_disk = (json.loads(path.read_text()) for path in reports)
+    return importlib.import_module("peers_chart").chart(peers, on_disk)
 
 
-def shown(picture: Any) -> list[tuple[str, Any]]:
-    """All text that a picture shows, with its extent in pixels. The ticks of hidden axes and beyond the limits are none."""
-    picture.svg()  # the layout is made when it is drawn
+def shown(chart: Any) -> list[tuple[str, Any]]:
+    """All text that the chart shows, with its extent in pixels. The ticks of hidden axes and beyond the limits are none."""
     hidden = set()
-    for axis in (axis for axes in picture.figure.axes for axis in (axes.xaxis, axes.yaxis)):
+    for axis in (axis for axes in chart.figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
         for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
             if not (axis.get_visible() and axis.axes.axison and low <= tick.get_loc() <= high):
                 hidden |= {id(tick.label1), id(tick.label2)}
-    texts = [text for text in picture.figure.findobj(Text) if text.get_visible() and id(text) not in hidden]
+    texts = [text for text in chart.figure.findobj(Text) if text.get_visible() and id(text) not in hidden]
     return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
 
 
-def test_the_pictures_are_those_of_the_committed_reports(picture: Any) -> None:
-    path, drawn = picture
-    committed = path.read_text()
-    described = f"<title>{html.escape(drawn.title)}</title>\n <desc>{html.escape(' '.join([drawn.text, *drawn.notes]))}</desc>"
-    assert described in committed
-    if f"matplotlib=={matplotlib.__version__};" in (ROOT / "constraints.txt").read_text():  # another version draws other lines
-        assert drawn.svg() == committed
-
-
-def test_no_text_of_a_picture_is_cut_or_covered_by_another(picture: Any) -> None:
-    _, drawn = picture
-    found, whole = shown(drawn), drawn.figure.bbox
-    assert len(found) > 8
-    for text, extent in found:
+def check_no_text_is_cut_or_covered(texts: list[tuple[str, Any]], whole: Any) -> None:
+    assert len(texts) > 8
+    for text, extent in texts:
         assert whole.x0 <= extent.x0 < extent.x1 <= whole.x1, text
         assert whole.y0 <= extent.y0 < extent.y1 <= whole.y1, text
-    for (one, first), (other, second) in itertools.combinations(found, 2):
+    for (one, first), (other, second) in itertools.combinations(texts, 2):
         assert not first.overlaps(second), (one, other)
 
 
-def test_a_picture_has_its_panels_and_numbers_as_text(picture: Any) -> None:
-    """In the file, and in the pages that show it. The numbers of an axis are no numbers of a report."""
-    path, drawn = picture
-    numbered = {text.get_text() for axes in drawn.figure.axes if axes.lines for text in axes.get_xticklabels()}
-    numbered |= {text.get_text() for axes in drawn.figure.axes if axes.lines for text in axes.get_yticklabels()}
-    said = ElementTree.parse(path).getroot().findtext("{http://www.w3.org/2000/svg}desc") or ""
-    assert [text for text, _ in shown(drawn) if text not in numbered and text not in said] == []
-    if path.stem == "path":
-        return
-    pages = [page for page in (README, *(ROOT / "docs").glob("*.md")) if f"{path.name})" in page.read_text()]
+def test_the_chart_is_that_of_the_committed_reports(chart: Any) -> None:
+    committed = (ROOT / "docs/figures/peers.svg").read_text()
+    assert f"<desc>{html.escape(' '.join([chart.text, *chart.notes]))}</desc>" in committed
+    if f"matplotlib=={matplotlib.__version__};" in (ROOT / "constraints.txt").read_text():  # another version draws other lines
+        assert chart.svg == committed
+
+
+def test_no_text_of_the_chart_is_cut_or_covered_by_another(chart: Any) -> None:
+    check_no_text_is_cut_or_covered(shown(chart), chart.figure.bbox)
+
+
+def test_the_chart_has_its_panels_and_numbers_as_text(chart: Any) -> None:
+    """In the file, and in the pages that show it."""
+    assert [text for text, _ in shown(chart) if text not in " ".join([chart.text, *chart.notes])] == []
+    pages = [page for page in (README, *(ROOT / "docs").glob("*.md")) if "peers.svg)" in page.read_text()]
     assert pages
     for page in pages:
-        [text] = re.findall(rf"!\[([^\]]*)\]\([\w/]*{path.name}\)", page.read_text())
-        assert " ".join(text.split()) == drawn.text, f"{page}: write the text into its ![]({path.name})"
+        [text] = re.findall(r"!\[([^\]]*)\]\([\w/]*peers.svg\)", page.read_text())
+        assert " ".join(text.split()) == chart.text, f"{page}: write the text into its ![](peers.svg)"
+
+
+def test_the_path_of_a_frame_fits_its_boxes_and_is_described() -> None:
+    """With the widths of DejaVu Sans, the first font that the file names and among the widest of those that a browser has."""
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(ROOT / "docs/figures/path.svg").getroot()
+    assert root.get("font-family", "").startswith("DejaVu Sans")
+    described, places = " ".join(root.findtext(f"{svg}desc", "").split()), []
+    boxes = [
+        Bbox.from_bounds(*(float(box.get(key, 0)) for key in ("x", "y", "width", "height"))) for box in root.iter(f"{svg}rect")
+    ]
+    for text in root.iter(f"{svg}text"):
+        named = text.get("class") == "name"
+        size, weight = (14, "bold") if named else (float(root.get("font-size", 0)), "normal")
+        font = FontProperties(family="DejaVu Sans", weight=weight, size=size)
+        width = TextPath((0, 0), text.text, prop=font).get_extents().width
+        left = float(text.get("x", 0)) - (0 if text.get("text-anchor") == "start" else width / 2)
+        places.append((text.text, Bbox.from_bounds(left, float(text.get("y", 0)) - size, width, size)))
+        assert text.text in described
+        box = min((box for box in boxes if box.contains(left + width / 2, float(text.get("y", 0)))), key=lambda box: box.width)
+        assert box.x0 + 4 < left < left + width < box.x1 - 4, text.text
+    check_no_text_is_cut_or_covered(places, boxes[0])
 
 
 def test_the_chart_says_when_its_second_epoch_holds() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import re
@@ -14,14 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from support.batches import check_identities
 from support.datasets import CAMERAS, read_lengths
-from support.train import journal
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
@@ -186,17 +183,6 @@ def test_decode_floor_ends_with_one_json_object(demo: Path, run_here: Callable[.
 
 
 @pytest.mark.slow
-def test_decode_floor_of_windows_with_dali(vp9_demo: Path, run_here: Callable[..., str]) -> None:
-    """With more threads than batches. The test decodes VP9 on a CPU, where a thread takes the place of an NVDEC engine."""
-    arguments = ("--decode", "dali", "--mode", "sarm", "--batch-size", 4, "--batches", 4, "--threads", 5, "--rounds", 1)
-    result = json.loads(run_here("benchmarks/decode_floor.py", vp9_demo, *arguments, "--json").splitlines()[-1])
-    assert result["frames_per_round"] == 4 * 4 * 2 * 8
-    assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
-    assert result["decoded_per_frame"] > 1  # a frame costs its GOP's frames up to it
-    assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
-
-
-@pytest.mark.slow
 def test_overhead_beside_a_decoder_that_sleeps() -> None:
     """Threads that sleep 20 ms per frame deliver at most their ideal rate, and use much less CPU time than that."""
     short = "--decode-ms 20 --episodes 2 --seconds 2 --rounds 1 --batch-size 8 --memory-budget 16MiB --json"
@@ -218,7 +204,9 @@ def test_steps_beside_a_loader_and_its_process(demo: Path, tmp_path: Path) -> No
     result = json.loads(report.read_text())
     assert [row["side"] for row in result["rows"]] == ["batch in memory", "in process", "own process", "DataLoader"]
     assert result["rows"][0]["ratio"] == 1
-    assert all(row["step_ms"] > 0 and 0 <= row["blocked"] < 1 and row["cpu_ms"] > 0 for row in result["rows"])
+    # Two clocks: beside a batch in memory, a thread may have a little more CPU time than time, and a process less than it.
+    assert all(row["step_ms"] > 0 and -0.05 < row["blocked"] < 1 and row["cpu_ms"] > -0.1 for row in result["rows"])
+    assert result["rows"][1]["cpu_ms"] > 0
     assert [row["mode"] for row in result["rates"]] == ["single", "sarm"]
     assert all(ratio > 0 for row in result["rates"] for ratio in row["ratios"].values())
     assert 0 < result["memory"][0]["imported"] < result["memory"][0]["with_a_batch"]
@@ -238,50 +226,18 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
 
 
 @pytest.mark.slow
-def test_sharded_training_compares_ranks_with_one_process(
-    small: Path, tmp_path: Path, run_here: Callable[..., str], program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the end of an epoch, which has 4 or 5 batches. Runs of one process are runs in this process."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sharded_training, out = importlib.import_module("sharded_training"), tmp_path / "report.json"
-    train, runs = sharded_training.train, itertools.count()
-
-    def train_here(root: Path, *options: object, processes: int = 1, **_: object) -> list[dict[str, Any]]:
-        if processes > 1:
-            return train(root, *options, processes=processes)
-        folder = tmp_path / f"run {next(runs)}"
-        program.main([*map(str, [root, "--out", folder, *sharded_training.OPTIONS, *options])])
-        return journal(folder)
-
-    monkeypatch.setattr(sharded_training, "train", train_here)
-    given = ("--batch-size", 32, "--image-size", "32x32", "--val-episodes", 1, "--seeds", 1, "--ranks", 2)
-    said = run_here("benchmarks/sharded_training.py", small, *given, "--steps", 2, "--check-steps", 7, "--out", out)
-    assert paths_of_the_machine(out.read_text()) == []
-    report = json.loads(out.read_text())
-    assert report["ranks"] == 2
-    compared = report["one_process_and_ranks"]
-    assert compared["epochs"] == 2
-    assert max(compared["differences_at_0"]) < 1e-5, "the batches differ"
-    assert compared["differences_at_0.0005"][0] < 1e-5
-    assert [each["shuffle"] for each in report["runs"]] == ["true", "global", "sharded"]
-    assert all(each["train_loss"] > 0 and len(each["val_error"]) == 1 for each in report["runs"])
-    assert run_here("benchmarks/sharded_training.py", "--report", out) == said
-
-
-@pytest.mark.slow
 def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """The program starts a process for each measurement, and the test makes most of them in this process."""
     command = ("benchmarks/scale.py", tmp_path, "--episodes", 1000, "--batches", 10)
     out = run_here(*command, "--only", "index", "pool", "--json")
     assert paths_of_the_machine(out) == []
     result = json.loads(out.splitlines()[-1])
-    result |= {name: json.loads(run_here(*command, "--here", "--only", name)) for name in ("open", "resume", "converted")}
+    result |= {name: json.loads(run_here(*command, "--here", "--only", name)) for name in ("open", "resume")}
     assert result["open"]["frames"] == pytest.approx(1000 * 266, rel=0.1)
     assert result["index"]["index_bytes_per_frame"] < 12
     assert len(result["pool"]["rss_bytes"]) == 5
     assert 0 < result["pool"]["opened_files_per_1000_frames"] < 50
     assert result["resume"]["resume_cpu_s"] > 0
-    assert 0 < result["converted"]["first_batch_cpu_s"] < result["converted"]["first_20_cpu_s"]
 
 
 @pytest.mark.slow
@@ -296,8 +252,8 @@ def test_remote_compares_the_network_with_the_disk(demo: Path, run_here: Callabl
 
 TRIP = ["bash", str(ROOT / "benchmarks/gpu_trip.sh")]
 PARTS = [
-    "-m dali_stream doctor", "gpu_features.py", "-m dali_stream selftest", "nvdec_loaders.py", "lerobot_gpu.py",
-    "gpu_settings.py", "decode_floor.py", "peers.py",
+    "-m dali_stream doctor", "gpu_features.py", "nvdec_decoders.py", "write_demo", "nvdec_loaders.py", "lerobot_gpu.py",
+    "--threads 7 8 14 16 21 32 --batch-size 64 8", "--memory-budget 64MiB", "-m dali_stream selftest",
 ]  # fmt: skip
 
 
@@ -312,14 +268,13 @@ def fake_python(folder: Path, code: str) -> dict[str, str]:
 def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
     """The test replaces Python by a script that is killed at one part and fails at another."""
     out = tmp_path / "out"
-    code = 'case "$*" in *gpu_settings.py*) kill -SEGV $$ ;; *peers.py*) exit 3 ;; esac'
+    code = 'case "$*" in *nvdec_decoders.py*) kill -SEGV $$ ;; *selftest*) exit 3 ;; esac'
     environment = fake_python(tmp_path, code)
     done = subprocess.run([*TRIP, str(out)], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "not ended well: settings peers" in done.stdout
+    assert "not ended well: decoders selftest" in done.stdout
     assert (out / "log.txt").read_text() == done.stdout
     calls = (tmp_path / "calls").read_text()
-    assert [call for call in calls.splitlines() if "write_demo" in call]  # the datasets
     assert [calls.index(name) for name in PARTS] == sorted(calls.index(name) for name in PARTS)
     done = subprocess.run([*TRIP, str(out)], env={**environment, "LIMIT": "0"}, cwd=tmp_path, capture_output=True, text=True)
     assert "selftest: no time was left" in done.stdout
@@ -327,7 +282,7 @@ def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None
 
 def test_a_gpu_trip_that_is_ended_ends_its_part_and_keeps_its_reports(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code = 'case "$*" in *gpu_features.py*) echo {} > "${@: -1}" ;; *selftest*) echo runs as $$; exec sleep 600 ;; esac'
+    code = 'case "$*" in *gpu_features.py*) echo {} > "${@: -1}" ;; *decoders.py*) echo runs as $$; exec sleep 600 ;; esac'
     environment = fake_python(tmp_path, code)
     with subprocess.Popen([*TRIP, str(out)], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as trip:
         assert trip.stdout is not None
@@ -339,46 +294,49 @@ def test_a_gpu_trip_that_is_ended_ends_its_part_and_keeps_its_reports(tmp_path: 
     assert (out / "features.json").read_text() == "{}\n"
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE, "it has ended, and its new parent has not noticed yet"
-    assert "gpu_settings.py" not in (tmp_path / "calls").read_text()
+    assert "nvdec_loaders.py" not in (tmp_path / "calls").read_text()
     assert list(tmp_path.glob("tmp.*")) == []  # the datasets
 
 
 @pytest.mark.slow
 def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path, run_here: Callable[..., str]) -> None:
     out = tmp_path / "report.json"
-    run_here("benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 2, "--out", out)
+    run_here(
+        "benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 2, "--seconds", 0.1, "--out", out
+    )
     report = json.loads(out.read_text())
-    parts = ["frame cache", "mixture", "depth", "in place", "workers", "to the CPU"]
+    parts = ["lockstep", "two Loaders", "mixture", "frame cache", "depth", "in place", "to the CPU"]
     assert [row["part"] for row in report["rows"]] == parts
     for row in report["rows"]:
         assert row.get("failed") is None
         assert row["wrong"] == 0 < row["frames"]
-    assert report["rows"][2]["routes"]["observation.images.side"] == "pyav"
+    assert report["rows"][4]["routes"]["observation.images.side"] == "pyav"
 
 
 @pytest.mark.slow
-def test_settings_of_dalis_executor_are_measured_and_checked(
-    vp9_demo: Path, tmp_path: Path, run_here: Callable[..., str]
-) -> None:
+def test_loaders_are_measured_with_their_statistics(vp9_demo: Path, tmp_path: Path, run_here: Callable[..., str]) -> None:
+    out, frames = tmp_path / "report.json", Dataset(vp9_demo).num_frames * len(CAMERAS)
+    options = ("--threads", 1, 2, "--batch-size", 8, 16, "--memory-budget", "1GiB", "--rounds", 1, "--image-size", "48x64")
+    run_here("benchmarks/nvdec_loaders.py", f"demo={vp9_demo}", "--device", "cpu", *options, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["batch_size"], row["num_threads"]) for row in rows] == [(8, 1), (8, 2), (16, 1), (16, 2)]
+    for row in rows:
+        first, second, again = (row[name] for name in ("first", "second", "first of a second Loader"))
+        for epoch in (first, again):
+            assert epoch["decoded_frames"] == pytest.approx(frames, rel=0.1)
+            assert epoch["clips"] > 0
+            assert all(epoch[key] > 0 for key in ("pack_s", "decode_s", "resize_s", "plan_s", "frames_per_s", "cores"))
+        assert second["frames_per_s"] > 0
+        assert second["decoded_frames"] < frames / 10  # those that the first epoch left out
+
+
+@pytest.mark.slow
+def test_frames_of_clips_with_one_keyframe_mark_and_with_all_are_right(tmp_path: Path, run_here: Callable[..., str]) -> None:
     out = tmp_path / "report.json"
-    run_here("benchmarks/gpu_settings.py", vp9_demo, "--device", "cpu", "--seconds", 0, "--threads", 1, 2, "--out", out)
-    report = json.loads(out.read_text())
-    settings = [(row["streams"], row["concurrency"]) for row in report["lockstep"]]
-    assert settings[0] == ("SINGLE", "BACKEND")
-    assert len(set(settings)) == 5
-    assert all(row["wrong"] == 0 < row["frames"] for row in report["lockstep"])
-    rates = report["frames_per_s"]
-    assert [row["threads"] for row in rates] == [1, 2] * 6
-    assert all(row["idle"] > 0 and row["busy"] is None for row in rates)
-    assert rates[-1]["decode"] == "torchcodec"
-
-
-def test_shards_simulates_nodes(run_here: Callable[..., str]) -> None:
-    options = ("--episodes", 200, "--nodes", 1, 2, "--ranks", 2, "--epochs", 3, "--kept", 15_000, "--batch-size", 8)
-    results = json.loads(run_here("benchmarks/shards.py", *options, "--json").splitlines()[-1])["results"]
-    rows = {(row["nodes"], row["shuffle"], row["cache"]): row for row in results}
-    assert rows[2, "sharded", "memory"]["decoded_per_frame"][1:] == [0, 0]  # memory holds a quarter of the dataset
-    assert rows[2, True, "memory"]["decoded_per_frame"][1] > 0.5
-    assert rows[2, "sharded", "disk"]["disk_of_dataset"] == pytest.approx(0.5, abs=0.01)
-    assert rows[2, True, "disk"]["disk_of_dataset"] == pytest.approx(1 - 0.5**3, abs=0.1)
-    assert rows[1, True, "disk"]["decoded_per_frame"] == [1, 0, 0]
+    short = ("--codec", "vp9", "--size", "120x160", "--gop", 4, "--seconds", 0.01, "--device", "cpu")
+    run_here("benchmarks/nvdec_decoders.py", *short, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["per_clip"], row["marks"]) for row in rows} >= {
+        (count, marks) for count in (16, 64) for marks in ("one", "all")
+    }
+    assert all(row["wrong"] == 0 < row["frames_per_s"] for row in rows)
