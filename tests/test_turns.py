@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.batches import equal
-from support.gpu_machine import GpuMachine
 
 from dali_stream import DecodeError, Loader
 from dali_stream.decode import dali, turns
+from dali_stream.decode.decoder import RouteChange
+from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, dali_iterator
 from dali_stream.pipeline.producer import Producer
@@ -115,29 +115,32 @@ def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent()
     assert turns.turns(None) is not turns.turns(None)
 
 
-def check_a_route_change(root: Path, gpu_machine: GpuMachine, number: int) -> None:
-    """No batch is lost if NVDEC fails after it has decoded the `number`-th clip, and the CPU takes over its camera."""
-    clips = itertools.count(1)
+def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """No batch is lost if the `number`-th clip is refused after it was decoded."""
+    decode_clip, calls = TorchcodecDecoder._decode_clip, itertools.count(1)
 
-    def fail(frames: torch.Tensor) -> torch.Tensor:
-        if next(clips) == number:
-            raise torch.OutOfMemoryError
-        return frames
+    def refuse(decoder: TorchcodecDecoder, *arguments: Any) -> Any:
+        for part in decode_clip(decoder, *arguments):
+            if next(calls) == number:
+                raise RouteChange(decoder.key, "refused by the test")
+            yield part
 
-    with make(root, 0, device="cuda", prefetch=2) as loader:
-        gpu_machine.change_frames = fail
+    monkeypatch.setattr(TorchcodecDecoder, "_decode_clip", refuse)
+    with make(root, 0, in_process=True) as loader:
         batches = list(loader)
         assert len(batches) == len(loader)
         assert loader.stats()["route_changes"] == 1
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, gpu_machine: GpuMachine) -> None:
-    check_a_route_change(vp9_demo, gpu_machine, 10)
+def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_route_change(vp9_demo, monkeypatch, 10)
 
 
-def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, gpu_machine: GpuMachine) -> None:
-    check_a_route_change(vp9_demo, gpu_machine, 1)
+def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = turns.Turns()
+    monkeypatch.setattr(dali_batches, "turns", lambda _: shared)
+    check_a_route_change(vp9_demo, monkeypatch, 1)
 
 
 @pytest.mark.slow
