@@ -1,8 +1,8 @@
 """Compare Loaders that decode on NVDEC with Loaders that decode on the CPU, in turns.
 
     python benchmarks/nvdec_loaders.py NAME=ROOT [NAME=ROOT ...] [--decode torchcodec-cuda torchcodec auto] [--image-size HxW]
-                                       [--threads 7 8 14 16] [--batch-size 8 64] [--memory-budget 16GiB 64MiB] [--rounds 2]
-                                       [--out FILE]
+                                       [--threads 7 8 14 16] [--batch-size 8 64] [--memory-budget 16GiB 64MiB]
+                                       [--gpu-cache 4GiB] [--rounds 2] [--out FILE]
 
 Each turn opens a Loader and measures two epochs of it, and then the first epoch of a second Loader, which finds the libraries
 loaded and NVDEC's decoders open. In a first epoch, each frame is decoded once. In a second one, frames are copied from memory
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--threads", type=count, nargs="+", default=[cpu.cores()], help="decode threads")
     parser.add_argument("--batch-size", type=count, nargs="+", default=[64])
     parser.add_argument("--memory-budget", nargs="+", default=["16GiB", "64MiB"])
+    parser.add_argument("--gpu-cache", metavar="SIZE", help="memory of the GPU for decoded frames; default: none")
     parser.add_argument("--rounds", type=count, default=2)
     arguments = on_gpu(parser)
     rows, datasets = Rows(arguments), [each.partition("=")[::2] for each in arguments.data]
@@ -51,7 +52,8 @@ def main() -> None:
         options = {"decode": decode, "num_threads": threads, "batch_size": batch_size, "memory_budget": budget}
         row: dict[str, Any] = {"data": name, **options}
         try:
-            row |= measure(root, options | {"device": arguments.device, "image_size": arguments.image_size})
+            same = {"device": arguments.device, "image_size": arguments.image_size, "gpu_cache": arguments.gpu_cache}
+            row |= measure(root, options | same)
         except (ValueError, dali_stream.DaliStreamError) as error:
             row["error"] = str(error)
         rows.add(row)

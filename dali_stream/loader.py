@@ -123,7 +123,8 @@ class Loader:
             number of cores of this process, which is its share if local ranks share cores or a CPU quota. The first line that
             a Loader logs has the number and the reason.
         prefetch: Number of batches that are prepared ahead, at most those of an epoch. Default: enough to keep all threads
-            busy, from 2 to 16, and up to twice `num_threads` with more than 8 threads.
+            busy, at least 2. It exceeds 16 and twice `num_threads` only if the frames of these batches take at most 1/8 of
+            `memory_budget`.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or as
             a text such as "4GiB". The first three get what the episodes in use need, up to half of the budget. Decoded frames
             get the rest. The frames of the batches in progress are not counted if they exceed this rest, or if the rest holds
@@ -148,6 +149,10 @@ class Loader:
         frame_cache_bytes: Maximum size of `frame_cache`, in bytes or as a text such as "200GiB". When it is reached, no more
             frames are added. Default: no limit, except for a folder in memory: a quarter of the memory of the machine or
             cgroup, and at most half of its file system.
+        gpu_cache: Memory of the GPU for decoded frames, in bytes or as a text such as "4GiB", in which 28,000 frames of 224×224
+            fit. Batches are then copied within the GPU, and frames that NVDEC decodes do not leave it. Depth stays in the
+            CPU's memory, and this process makes the batches. The memory is taken when batches start. Default: none, so
+            decoded frames are in the CPU's memory, within `memory_budget`.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an
             error if torch.distributed has been initialized with other values since. Explicit values are not checked in this
@@ -166,7 +171,7 @@ class Loader:
         ValueError: If an argument is invalid.
         DatasetError: See `Dataset`.
         MemoryBudgetError: If `memory_budget` does not hold one batch, or exceeds the memory of this machine or of the cgroup of
-            this process, or if the frames of the batches in progress need more memory than that.
+            this process, or if the frames of the batches in progress need more memory than that or than `gpu_cache`.
         DaliStreamError: If the Loader is made in a worker of a DataLoader, since each worker would deliver the same batches, or
             if a GPU, `dali_graph` or `decode="dali"` needs DALI, or a depth camera needs PyAV, and it cannot be imported.
     """
@@ -204,6 +209,7 @@ class Loader:
         max_substitutes: float = 1.0,
         frame_cache: str | os.PathLike[str] | None = None,
         frame_cache_bytes: int | str | None = None,
+        gpu_cache: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         in_process: bool | None = None,
@@ -237,6 +243,7 @@ class Loader:
             max_substitutes=max_substitutes,
             frame_cache=frame_cache,
             frame_cache_bytes=frame_cache_bytes,
+            gpu_cache=gpu_cache,
             in_process=in_process,
             decode_processes=decode_processes,
         )
@@ -790,6 +797,7 @@ def _has_own_process(config: Config, routes: Mapping[str, Route], stores: Iterab
         return False
     here = [key for key, route in routes.items() if route.decoder in ("dali", TORCHCODEC_CUDA)]
     reasons = [f"{routes[here[0]].decoder} decodes {listed(here)}"] if here else []
+    reasons += ["decoded frames are in the GPU's memory (gpu_cache)"] if config.gpu_cache is not None else []
     reasons += [f"the files of {store.address} are in its memory" for store in stores if store.in_memory]
     if reasons:
         _log.info("Loader: the batches are made in this process, since %s", reasons[0])

@@ -135,18 +135,23 @@ def test_horizons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "batch_frames", "task_frames", "expected"),
+    ("threads", "batch_frames", "task_frames", "affordable", "expected"),
     [
-        (2, 64, 32, 2),
-        (8, 64, 32, 8),
-        (8, 60, 32, 9),
-        (1, 64, 32, 2),
-        (64, 64, 32, 64),
-        (64, 8, 32, 128),
-        (2, 1, 3, 12),
-        (1, 0, 4, 8),
+        (2, 64, 32, 0, 2),
+        (8, 64, 32, 0, 8),
+        (8, 60, 32, 0, 9),
+        (1, 64, 32, 0, 2),
+        (64, 64, 32, 0, 64),
+        (64, 8, 32, 0, 128),
+        (2, 1, 3, 0, 12),
+        (2, 2, 32, 0, 16),
+        (2, 2, 32, 40, 40),
+        (2, 2, 32, 400, 64),
+        (1, 0, 4, 0, 8),
     ],
 )
-def test_batches_in_progress_keep_all_threads_busy(threads: int, batch_frames: int, task_frames: int, expected: int) -> None:
-    """Two tasks for each thread, rounded up to whole batches: at least 2, and at most 16 or two for each thread."""
-    assert batches_in_progress(threads, batch_frames, task_frames) == expected
+def test_batches_in_progress_keep_all_threads_busy(
+    threads: int, batch_frames: int, task_frames: int, affordable: int, expected: int
+) -> None:
+    """Two tasks for each thread, rounded up to whole batches: at least 2, and at most 16, two per thread, or `affordable`."""
+    assert batches_in_progress(threads, batch_frames, task_frames, affordable) == expected

@@ -55,11 +55,24 @@ def decoded(loader: Loader) -> tuple[float, float]:
     return grown["decoded_frames"] / grown["frames"], grown["stored_frames"] / grown["frames"]
 
 
+def test_frames_of_several_small_batches_share_a_clip(demo: Path) -> None:
+    """While a thread decodes, the batches that wait for it are decoded together afterwards."""
+    lengths = read_lengths(demo)
+    with Loader(
+        demo, num_threads=1, in_process=True, **SETTINGS | {"batch_size": 2, "image_size": None, "last_batch": "partial"}
+    ) as loader:
+        for batch in loader:
+            check_identities(batch, TOP, None, lengths)
+        stats = loader.stats()
+    assert stats["frames"] == 2 * sum(lengths.values())  # of two cameras
+    assert stats["decoded_frames"] / stats["clips"] > 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"memory_budget": 6 << 20}, {"memory_budget": 16 << 20}, {"consumers": 4}])
 def test_a_loader_decodes_what_its_schedule_says(demo: Path, decodes: ModuleType, changed: dict[str, Any]) -> None:
     """In the first epoch, which decodes each frame at least once, and in the second, which finds some frames in memory."""
-    with Loader(demo, **SETTINGS | changed) as loader:
+    with Loader(demo, prefetch=2, **SETTINGS | changed) as loader:  # few batches of the next epoch count for this one
         expected = scheduled(decodes, loader)
         found = [decoded(loader) for _ in range(2)]
     for planned, epoch, close in zip(expected, found, (0.1, 0.15), strict=True):

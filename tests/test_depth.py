@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import logging
 import math
@@ -221,6 +222,15 @@ def test_frames_are_cached_as_codes(root: Path, tmp_path: Path) -> None:
         for batch in loader:
             assert_as_written(batch, "m")
         assert loader.stats()["decoded_frames"] == 0
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_depth_stays_in_the_memory_of_the_cpu_beside_a_gpu_cache(root: Path, small: Path) -> None:
+    mixture = Mixture({"depth": root, "colours": small}, weights={"depth": 1, "colours": 1}, missing="pad")
+    options: dict[str, Any] = {"batch_size": 8, "device": "cuda", "image_size": (32, 32), "image_dtype": "uint8"}
+    with Loader(mixture, gpu_cache="16MiB", **options) as found, Loader(mixture, **options) as expected:
+        for _ in range(2):
+            assert all(itertools.starmap(equal, zip(found, expected, strict=True)))
 
 
 def test_frames_that_memory_does_not_hold_are_decoded_again(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from nvidia.dali import fn, types
 from support.batches import check_identities
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths, read_rows
+from support.own_process import SAFETY_S
 
 from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream.pipeline.batch import FinishedBatch
+from dali_stream.pipeline.producer import Producer
 
 Nodes = dict[str, Any]
 ACTION = "action"
@@ -50,6 +54,25 @@ def test_what_returns_unchanged_is_what_it_is_without_a_function(dataset: Datase
     batch, plain = first(dataset, lambda nodes: nodes), first(dataset)
     assert list(batch) == list(plain)
     assert all(torch.equal(batch[key], plain[key]) for key in batch if key != "task")
+
+
+def test_the_frames_of_a_batch_are_copied_while_dali_has_those_of_the_batch_before(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the first batch is returned, the run of the second one starts, and then the third one is copied."""
+    copied, finish = threading.Semaphore(0), Producer.next
+
+    def counted(self: Producer) -> FinishedBatch:
+        batch = finish(self)
+        copied.release()
+        return batch
+
+    monkeypatch.setattr(Producer, "next", counted)
+    with Loader(dataset, batch_size=6, dali_graph=lambda nodes: nodes) as loader:
+        batches = iter(loader)
+        next(batches)
+        for _ in range(3):
+            assert copied.acquire(timeout=SAFETY_S)
 
 
 def test_a_flip(dataset: Dataset) -> None:

@@ -389,7 +389,7 @@ def test_a_lack_of_memory_for_decoded_frames_leaves_no_threads(demo: Path, monke
     with Server(demo) as server, Loader(server.url, batch_size=4, device="cpu") as loader:
         with monkeypatch.context() as patched:
             patched.setattr(np, "empty", fail)
-            with pytest.raises(MemoryBudgetError, match="16 batches in progress with batch_size=4 need more memory"):
+            with pytest.raises(MemoryBudgetError, match=r"\d+ batches in progress with batch_size=4 need more memory"):
                 next(iter(loader))
         assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]
         assert len(next(iter(loader))["index"]) == 4

@@ -126,7 +126,7 @@ def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: in
             yield part
 
     monkeypatch.setattr(TorchcodecDecoder, "_decode_clip", refuse)
-    with make(root, 0, in_process=True) as loader:
+    with make(root, 0, in_process=True, prefetch=2) as loader:
         batches = list(loader)
         assert len(batches) == len(loader)
         assert loader.stats()["route_changes"] == 1

@@ -70,6 +70,7 @@ def test_frames_are_dealt_to_few_tasks_of_about_equal_size(frames: int) -> None:
 def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
     assert frames_at_once((480, 640)) == (8 << 20) // (480 * 640 * 3)
     assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [64, 1]
+    assert [frames_at_once(size, 0) for size in ((480, 640), (1080, 1920))] == [32, (64 << 20) // (1080 * 1920 * 3)]
 
 
 def load_error(of: str) -> RuntimeError:

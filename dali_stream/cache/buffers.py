@@ -24,10 +24,11 @@ class Buffers:
     Args:
         channels_first: Whether the last axis of an array, the channels, precedes height and width in memory.
         cameras: Number of cameras, whose arrays may have the same shape. Default: 1.
+        gpu: CUDA device that reads the arrays, whose memory is then page-locked. Default: None.
     """
 
-    def __init__(self, channels_first: bool, cameras: int = 1) -> None:
-        self._channels_first, self._kept = channels_first, _KEPT * max(cameras, 1)
+    def __init__(self, channels_first: bool, cameras: int = 1, gpu: int | None = None) -> None:
+        self._channels_first, self._kept, self._gpu = channels_first, _KEPT * max(cameras, 1), gpu
         self._lock = threading.Lock()
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
@@ -50,7 +51,14 @@ class Buffers:
 
     def new(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         """Return a new array for the pool."""
-        return np.empty(shape, dtype)
+        if self._gpu is None:
+            return np.empty(shape, dtype)
+        import torch
+
+        same = torch.from_numpy(np.empty(0, dtype)).dtype
+        with torch.cuda.device(self._gpu):
+            array: Array = torch.empty(shape, dtype=same, pin_memory=True).numpy()
+        return array  # and no view of it, since NumPy lets a view of a view refer to its first array only, see `_references`
 
 
 class ReadFrames(NamedTuple):

@@ -151,19 +151,20 @@ class FramesOnDisk:
         schedule.frames[self._camera].adds_to_disk = self.is_open
 
     def start(
-        self, workers: Workers, plan: FramePlan, reads: Reads, tasks: Sequence[list[Wanted]], decoding: Decoding
-    ) -> tuple[list[Future[None]], ReadFrames | None]:
+        self, workers: Workers, plan: FramePlan, reads: Reads, tasks: Sequence[Callable[[], list[Wanted]]], decoding: Decoding
+    ) -> tuple[list[Future[None]], list[Future[None]], ReadFrames | None]:
         """Start the tasks of a batch.
 
         Args:
             workers: Decode threads.
             plan: Plan of the batch.
             reads: Frames to read. Those that are missing or damaged on disk are decoded.
-            tasks: Frames to decode, by task. Those that were added meanwhile are read.
+            tasks: For each task, a function that returns its frames to decode, in the thread that decodes them. Those that
+                were added to the disk meanwhile are read.
             decoding: How frames are decoded.
 
         Returns:
-            Tasks in progress, and the memory of the batch if frames are read directly into it.
+            Reads in progress, `tasks` in progress, and the memory of the batch if frames are read directly into it.
         """
         batch = None
         if self._buffers is not None and (plan.reads.place != NONE).any():
@@ -173,11 +174,10 @@ class FramesOnDisk:
         count = len(reads.slot)
         parts = -(-count // READ_FRAMES)
         bounds = (slice(count * part // parts, count * (part + 1) // parts) for part in range(parts))
-        started = [workers.submit(self._read, reads, batch, part, records, decoding) for part in bounds]
+        reading = [workers.submit(self._read, reads, batch, part, records, decoding) for part in bounds]
         first = _random.randrange(max(len(tasks), 1))  # runs with the same batches begin with different tasks
-        for task in (*tasks[first:], *tasks[:first]):
-            started.append(workers.submit(self._decode, task, decoding))
-        return started, batch
+        started = [workers.submit(self._begin, task, decoding) for task in (*tasks[first:], *tasks[:first])]
+        return reading, started[len(tasks) - first :] + started[: len(tasks) - first], batch
 
     def add(self, frames: Iterable[tuple[WantedFrame, Mapping[int, int], npt.NDArray[Any]]]) -> None:
         """Add decoded frames, if frames can still be added.
@@ -228,6 +228,9 @@ class FramesOnDisk:
         self._counters.add(disk_hits=len(episodes) - len(damaged))
         if damaged:
             self._decode(decoding.frames(damaged), decoding)
+
+    def _begin(self, task: Callable[[], list[Wanted]], decoding: Decoding) -> None:
+        self._decode(task(), decoding)
 
     def _decode(self, frames: Sequence[Wanted], decoding: Decoding) -> None:
         """Decode the frames of a task that are not on disk, and that no other process decodes."""

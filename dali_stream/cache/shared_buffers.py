@@ -124,9 +124,14 @@ def _block(array: Array) -> _LentBlock:
 
 
 class BorrowedBuffers:
-    """Buffers of another process, which lends them with `LentBuffers`."""
+    """Buffers of another process, which lends them with `LentBuffers`.
 
-    def __init__(self) -> None:
+    Args:
+        gpu: CUDA device that reads the arrays, whose memory is then page-locked. Default: None.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
+        self._gpu = gpu
         self._blocks: dict[int, SharedBlock] = {}
         # {number of a block in use: reference to the array to which all arrays in the block refer}
         self._in_use: dict[int, weakref.ref[Array]] = {}
@@ -141,7 +146,9 @@ class BorrowedBuffers:
             self._forked.discard(number)
         try:
             for (number, size), descriptor in zip(lent.added.items(), descriptors, strict=True):
-                self._blocks[number] = SharedBlock(descriptor, size)
+                self._blocks[number] = block = SharedBlock(descriptor, size)
+                if self._gpu is not None:
+                    block.lock_pages(self._gpu)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -116,6 +116,10 @@ class Slots:
         self._copy(shares)
         for other in others:
             other.result()
+        return self.failed(show)
+
+    def failed(self, show: Int64) -> dict[int, DaliStreamError]:
+        """Return {sample that failed: error of its first frame that failed}. See `copy_batch` for `show`."""
         samples = enumerate(show.tolist()) if self._errors else ()
         return {sample: self._errors[bad[0]] for sample, shown in samples if (bad := [s for s in shown if s in self._errors])}
 

@@ -106,6 +106,7 @@ class LoaderOptions(TypedDict, total=False):
     frame_cache_bytes: Annotated[
         str | None, Option(metavar="SIZE", help="Size limit of --frame-cache, such as 200GiB. Default: none on a disk.")
     ]
+    gpu_cache: Annotated[str | None, Option(metavar="SIZE", help="Memory of the GPU for decoded frames. Default: none.")]
 
 
 def with_options(**loader: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

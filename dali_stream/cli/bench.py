@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @arguments.with_options(
     batch_size=64, num_threads=None, decode_processes=None, decode="auto", image_size="224x224", image_dtype="uint8",
-    device="auto", consumers=None, memory_budget=None, frame_cache=None, frame_cache_bytes=None,
+    device="auto", consumers=None, memory_budget=None, frame_cache=None, frame_cache_bytes=None, gpu_cache=None,
 )  # fmt: skip
 def bench(
     dataset: arguments.DatasetOptions,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
+from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE, Array, Int64
@@ -46,8 +47,8 @@ class Work(Protocol):
             copiers: Threads that help to copy.
 
         Returns:
-            Frames of shape (B, T, H, W, C) and type `dtype`. Those of a depth camera have the type of its slots. The decoder of
-            `dali` returns a list of clips instead.
+            Frames of shape (B, T, H, W, C) and type `dtype`. Those of a depth camera have the type of its slots. Frames in
+            `GpuSlots` are a tensor on the GPU. The decoder of `dali` returns a list of clips instead.
         """
         ...
 
@@ -84,7 +85,10 @@ class SlotWork:
     ) -> None:
         self._slots, self._plan, self._read, self.tasks, self.failed = slots, plan, read, tasks, failed
 
-    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
+        if isinstance(self._slots, GpuSlots):
+            self.failed |= self._slots.failed(self._plan.show)
+            return self._slots.gather(self._plan.show)
         if self._read is not None:
             self.failed |= self._slots.copy_batch(self._plan.show, self._read.frames, copiers, self._read.is_read)
             return self._read.frames

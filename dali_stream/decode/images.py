@@ -6,6 +6,7 @@ Images of depth cameras are TIFF or PNG files with one value of 16 bits or a flo
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 from collections.abc import Callable
@@ -80,8 +81,9 @@ class ImageDecoder:
         if self._on_disk is None:
             return SlotWork(self._slots, planned, [workers.submit(self._decode, own) for own in tasks], {})
         decoding = Decoding(self._frames(planned.reads, episodes), self._decode)
-        started, batch = self._on_disk.start(workers, planned, planned.reads, tasks, decoding)
-        return SlotWork(self._slots, planned, started, {}, batch)
+        begin = [functools.partial(list[_Frame], own) for own in tasks]
+        reading, started, batch = self._on_disk.start(workers, planned, planned.reads, begin, decoding)
+        return SlotWork(self._slots, planned, reading + started, {}, batch)
 
     def close(self) -> None:
         """Free the slots."""

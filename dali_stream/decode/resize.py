@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Frames = npt.NDArray[np.uint8]
 _CHANNELS = (1, 3, 4)
+_AT_ONCE = 8  # frames that a GPU resizes at a time, for which it needs four times their memory
 
 
 @overload
@@ -80,8 +81,8 @@ def _resized(images: torch.Tensor, size: tuple[int, int] | None) -> torch.Tensor
     return torch.nn.functional.interpolate(images, size=size, mode="bilinear", antialias=True)
 
 
-def resize_on_gpu(frames: torch.Tensor, size: tuple[int, int]) -> Frames:
-    """Resize frames where they are, as in `resize`, and copy them to the CPU's memory.
+def resize_on_gpu(frames: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Resize frames where they are, as in `resize`.
 
     torch has no such kernel for uint8 on a GPU. The filter is computed in float32 and rounded, so values may differ from those
     of `resize` by 1.
@@ -91,14 +92,24 @@ def resize_on_gpu(frames: torch.Tensor, size: tuple[int, int]) -> Frames:
         size: New size (height, width) in pixels.
 
     Returns:
-        Frames of shape (n, height, width, 3), uint8, in page-locked memory if `frames` are on a GPU.
+        Frames of shape (n, height, width, 3), uint8.
     """
     import torch
 
     if frames.shape[1:3] != size:
-        floats = frames.permute(0, 3, 1, 2).float()
-        resized = torch.nn.functional.interpolate(floats, size=size, mode="bilinear", antialias=True)
-        frames = resized.round_().to(torch.uint8).permute(0, 2, 3, 1)
+        resized = frames.new_empty((len(frames), *size, 3))
+        for some, of in zip(frames.split(_AT_ONCE), resized.split(_AT_ONCE), strict=True):
+            floats = some.permute(0, 3, 1, 2).float()
+            floats = torch.nn.functional.interpolate(floats, size=size, mode="bilinear", antialias=True)
+            of.copy_(floats.round_().permute(0, 2, 3, 1))
+        frames = resized
+    return frames
+
+
+def copied_to_cpu(frames: torch.Tensor) -> Frames:
+    """Return frames of a GPU in page-locked memory of the CPU."""
+    import torch
+
     copy = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=frames.is_cuda)
     copy.copy_(frames, non_blocking=True)
     if frames.is_cuda:

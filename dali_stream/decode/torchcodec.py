@@ -60,7 +60,7 @@ class Part(NamedTuple):
 # blocks of 30 MiB, a heap holds only two, and the process grew by gigabytes. With 15 MiB, it once exceeded its usual memory by
 # 160 MB, on 2 busy cores. Blocks of 8 MiB take no more CPU time.
 PART_BYTES = 8 << 20
-_GPU_PART_BYTES = 16 << 20  # the same for a GPU, where resizing takes four times as much in addition
+_GPU_PART_BYTES = 64 << 20  # the same for a GPU, which resizes few of them at a time. All 32 frames of 640×480 of a task fit
 
 
 def decode(

@@ -1,29 +1,34 @@
 """`Decoder` of a camera's video with torchcodec, or with PyAV for depth cameras, which puts the frames into slots.
 
-GOPs are distributed to tasks for the decode threads. If a task fails, it is divided until the frame that fails is found.
+GOPs are distributed to tasks for the decode threads. While all threads are busy, a task that waits for one gets the GOPs of
+later batches as well: a decoder that is opened for few frames takes more time per frame. If a task fails, it is divided until
+the frame that fails is found.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dali_stream.cache.frame_files import Records
 from dali_stream.cache.frames_on_disk import Decoding, FramesOnDisk
+from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.decoder import RouteChange, SlotWork, even_tasks, named, task_frames
 from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.refusal import refusal_of_torchcodec
-from dali_stream.decode.resize import resize_on_gpu
-from dali_stream.decode.resized import Frames, Output, decode_resized
+from dali_stream.decode.resize import copied_to_cpu, resize_on_gpu
+from dali_stream.decode.resized import Output, decode_resized
 from dali_stream.decode.torchcodec import decode, decode_clip_in_parts, decode_in_parts, frames_at_once
 from dali_stream.decode.torchcodec_cuda import device_name, own_stream
 from dali_stream.decode.video_files import VideoFiles
@@ -61,6 +66,38 @@ class _Frame(NamedTuple):
     in_episode: int
     packet: int
     slot: int
+
+
+class _Task:
+    """Frames that a decode thread decodes together.
+
+    Args:
+        store: Store of their encoded video.
+        frames: Frames of a batch.
+
+    Attributes:
+        future: Result of the task, set by the thread that submits it and adds frames to it.
+    """
+
+    future: Future[None]
+
+    def __init__(self, store: Store, frames: list[_Frame]) -> None:
+        self.store, self._frames = store, frames
+        self._lock, self._begun = threading.Lock(), False
+
+    def add(self, store: Store, frames: list[_Frame], most: int) -> bool:
+        """Add frames of a later batch, unless the task has begun or would have more than `most`. Return whether it has them."""
+        with self._lock:
+            if self._begun or store is not self.store or len(self._frames) + len(frames) > most:
+                return False
+            self._frames += frames
+            return True
+
+    def begin(self) -> list[_Frame]:
+        """Return the frames in the order of the files. None can be added any more."""
+        with self._lock:
+            self._begun = True
+        return sorted(self._frames, key=lambda frame: (frame.file.path, frame.packet))
 
 
 def _decode_divided(
@@ -108,6 +145,7 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots into which the decoder puts frames.
         any_size: See `VideoFiles`.
         on_disk: Frames of the camera on disk. None without a frame cache on disk.
+        share: Number of frames up to which a task gets those of later batches, so that enough tasks are left for all threads.
         gpu: CUDA device whose NVDEC decodes, or None to decode on the CPU.
         processes: Processes that decode on the CPU. None to decode in the decode threads.
     """
@@ -120,6 +158,7 @@ class TorchcodecDecoder(VideoFiles):
         slots: Slots,
         any_size: bool,
         on_disk: FramesOnDisk | None,
+        share: int,
         gpu: int | None,
         processes: DecodeProcesses | None,
     ) -> None:
@@ -127,6 +166,7 @@ class TorchcodecDecoder(VideoFiles):
         self._counters, self._slots, self._on_disk, self._gpu, self._processes = counters, slots, on_disk, gpu, processes
         self._present = source.videos[key].file != NONE
         self._output = Output(slots.shape, slots.dtype, source.features[key].is_depth)
+        self._share, self._last = share, dict[tuple[bytes, ...], _Task]()  # {`config`: the task that was submitted last}
 
     def start(self, workers: Workers, plan: BatchPlan, episodes: OpenEpisodes, store: Store) -> SlotWork:
         """See `Decoder.start`."""
@@ -137,9 +177,11 @@ class TorchcodecDecoder(VideoFiles):
             if sample not in failed:
                 shown = plan.shown_in_episode[self.key][sample, t : t + 1]
                 failed[sample] = self.missing(episodes, int(episode[sample]), shown)
-        tasks, decode_task = self._tasks(planned, episodes), functools.partial(self._decode, store)
+        tasks, added_to = self._tasks(planned, episodes, store)
         if self._on_disk is None:
-            return SlotWork(self._slots, planned, [workers.submit(decode_task, task) for task in tasks], failed)
+            for task in tasks:
+                task.future = workers.submit(self._begin, task)
+            return SlotWork(self._slots, planned, [task.future for task in tasks + added_to], failed)
         reads, indices = planned.reads, self._usable(planned.reads, episodes)
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
@@ -151,9 +193,11 @@ class TorchcodecDecoder(VideoFiles):
             return [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in frames]
 
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
-        decoding = Decoding(unread, decode_task, functools.partial(self._packet_hashes, store))
-        started, batch = self._on_disk.start(workers, planned, reads, tasks, decoding)
-        return SlotWork(self._slots, planned, started, failed, batch)
+        decoding = Decoding(unread, functools.partial(self._decode, store), functools.partial(self._packet_hashes, store))
+        reading, started, batch = self._on_disk.start(workers, planned, reads, [task.begin for task in tasks], decoding)
+        for task, future in zip(tasks, started, strict=True):
+            task.future = future
+        return SlotWork(self._slots, planned, reading + [task.future for task in tasks + added_to], failed, batch)
 
     def close(self) -> None:
         """Free the slots."""
@@ -162,22 +206,30 @@ class TorchcodecDecoder(VideoFiles):
     def _records(self, episode: int) -> Records | None:
         return None if self._on_disk is None else self._on_disk.records(episode)
 
-    def _tasks(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
+    def _tasks(self, plan: FramePlan, episodes: OpenEpisodes, store: Store) -> tuple[list[_Task], list[_Task]]:
         """Distribute the frames of a batch to tasks.
 
         The frames of a task share their `config`, because a clip has only one. Each GOP is in one task, and GOPs that
         are next to each other in a file are in the same task if possible.
+
+        Returns:
+            New tasks, and tasks of earlier batches to which frames were added.
         """
         by_config: dict[tuple[bytes, ...], list[list[_Frame]]] = {}
         for gop in sorted(self._gops(plan, episodes), key=lambda gop: (gop[0].file.path, gop[0].packet)):
             by_config.setdefault(config(gop[0].file, gop[0].packet), []).append(gop)
-        tasks = []
-        for alike in by_config.values():
+        tasks, added_to = list[_Task](), list[_Task]()
+        for key, alike in by_config.items():
             video = self.format(alike[0][0].file, alike[0][0].packet)
-            task = even_tasks(np.cumsum([len(gop) for gop in alike]), task_frames((video.height, video.width)))
+            most, last = task_frames((video.height, video.width)), self._last.get(key)
+            if last is not None and last.add(store, list(itertools.chain(*alike)), min(most, self._share)):
+                added_to.append(last)
+                continue
+            task = even_tasks(np.cumsum([len(gop) for gop in alike]), most)
             for number in np.unique(task):
-                tasks.append([frame for i in np.flatnonzero(task == number) for frame in alike[i]])
-        return tasks
+                tasks.append(_Task(store, [frame for i in np.flatnonzero(task == number) for frame in alike[i]]))
+            self._last[key] = tasks[-1]
+        return tasks, added_to
 
     def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
         """Return the frames to decode, by GOP."""
@@ -215,6 +267,9 @@ class TorchcodecDecoder(VideoFiles):
                         raise self._change(index, reason)
                 indices[episode] = index
         return indices
+
+    def _begin(self, task: _Task) -> None:
+        self._decode(task.store, task.begin())
 
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames, and put them into slots, in a decode thread. See `_decode_divided`.
@@ -285,8 +340,10 @@ class TorchcodecDecoder(VideoFiles):
         finally:
             self._counters.add(clips=1, decoded_frames=decoded, stored_frames=stored)
 
-    def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Frames, int]]:
-        """Decode a clip in parts, to frames in the size of batches, in the CPU's memory. See `decode_resized`.
+    def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Any, int]]:
+        """Decode a clip in parts, to frames in the size of batches. See `decode_resized`.
+
+        Frames that NVDEC decodes for slots in the GPU's memory stay there, as tensors.
 
         Raises:
             RouteChange: If the GPU cannot resize frames.
@@ -301,12 +358,14 @@ class TorchcodecDecoder(VideoFiles):
         for requests, tensor, decoded in decode_clip_in_parts(clip, expected, part, device_name(self._gpu)):
             try:
                 with self._counters.timed("resize_s"):
-                    frames = resize_on_gpu(tensor, self._output.shape[:2])
+                    frames: Any = resize_on_gpu(tensor, self._output.shape[:2])
+                    if not isinstance(self._slots, GpuSlots):
+                        frames = copied_to_cpu(frames)
             except RuntimeError as error:  # such as too little memory
                 raise self._change(file, f"the GPU could not resize frames or copy them: {error}") from error
             yield requests, frames, decoded
 
-    def _put(self, slots: list[int], frames: Frames) -> None:
+    def _put(self, slots: list[int], frames: Any) -> None:
         """Put frames into slots, except those for the frame cache on disk only."""
         own = [i for i, slot in enumerate(slots) if slot != NONE]
         if len(own) < len(slots):

@@ -55,6 +55,7 @@ class Config:
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
         audit: Average number of samples per audit. 0 turns audits off.
+        gpu_cache: Bytes of the GPU's memory for decoded frames. None to keep them in the CPU's memory.
         frame_folder: Folder of the frame cache on disk, or None without one.
         in_process: Whether the training process makes the batches, whatever decodes them.
         decode_processes: Number of decode processes, see `decode.processes`.
@@ -79,6 +80,7 @@ class Config:
     gpu: int | None
     augments: bool
     audit: int
+    gpu_cache: int | None = None
     frame_folder: FrameFolder | None = None
     in_process: bool = True
     decode_processes: int = 0
@@ -160,14 +162,27 @@ class Config:
 
     @property
     def in_progress(self) -> int:
-        """Number of batches in progress: `prefetch`, but at most an epoch, or enough to keep all threads busy."""
+        """Number of batches in progress: `prefetch`, but at most an epoch, or enough to keep all threads busy.
+
+        There are more than 16, or than two per thread, only if their frames take at most 1/8 of `memory_budget`.
+        """
         if self.prefetch is not None:
             return min(self.prefetch, self.batches.count(0))
-        frames = self.batches.batch_size * sum(map(self.windows.steps, self.source.cameras))
         task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
         if self.frame_folder is not None:
             task = max(task, READ_FRAMES)
-        return batches_in_progress(self.num_threads, frames, task)
+        batch_bytes = self.batches.batch_size * sum(self.windows.steps(c) * self.frame_bytes(c) for c in self.source.cameras)
+        affordable = self.memory_budget // 8 // max(batch_bytes, 1)
+        return batches_in_progress(self.num_threads, self._batch_frames, task, affordable)
+
+    @property
+    def task_share(self) -> int:
+        """Number of frames of a decode task at which the frames of all batches in progress make two tasks per thread."""
+        return self.in_progress * self._batch_frames // (2 * self.num_threads)
+
+    @property
+    def _batch_frames(self) -> int:
+        return self.batches.batch_size * sum(map(self.windows.steps, self.source.cameras))
 
     @property
     def table_bytes(self) -> int:

@@ -45,12 +45,16 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
     does this work during the training step, and an error is raised when the next batch is requested. This class also keeps
     the layouts of the outputs, which the original drops, since a layout tells which axis of a frame has the channels.
 
+    After the start of a run, the thread prepares the input of the run that follows, so it copies the frames of one batch while
+    those of the batch before it are uploaded.
+
     Args:
         pipeline: Built pipeline.
         names: Names of its outputs.
         thread: Thread that starts the runs.
-        prepare: Function that waits for the input of the next run. The thread calls it before each run, without the lock of
-            `turns`, so that other pipelines can run while this one waits for its input. Its errors are raised unchanged.
+        prepare: Function that waits for the input of the next run. The thread calls it once for each run, without the lock of
+            `turns`, so that other pipelines can run while this one waits for its input. Its errors are raised unchanged, when
+            the batch of that run is requested.
         turns: Lock that lets only one pipeline of the device run at a time.
 
     Attributes:
@@ -63,6 +67,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         self.layouts: dict[str, str] = {}
         self._thread, self._prepare = thread, prepare
         self._started: Future[None] | None = None  # start of the next run
+        self._prepared: Future[None] | None = None  # input of the next run that has not started
         self._turns, self._running = turns, False
         self._outputs: Any = None  # outputs or error of a run that was waited for, possibly by another iterator
         super().__init__([pipeline], names, prepare_first_batch=False)
@@ -72,11 +77,16 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
 
     def _run(self, release_outputs: bool = True) -> None:
         """Start a run of the pipeline, in the other thread."""
-        self._prepare()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:  # before the first run, and after an error
+            self._prepare()
+        else:
+            prepared.result()  # it is done, since this thread has run it
         with self._turns.lock, _named_errors():
             self._turns.begin(self)
             super()._schedule_runs(release_outputs)
             self._running = True
+        self._prepared = self._thread.submit(self._prepare)
 
     def finish_run(self) -> None:
         """Wait for the run in progress and keep its outputs. See `Runs` in `decode/turns.py`."""

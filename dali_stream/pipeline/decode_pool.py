@@ -13,6 +13,7 @@ from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.processes import DecodeProcesses
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
+from dali_stream.decode.torchcodec_cuda import device_name
 from dali_stream.decode.torchcodec_decoder import TorchcodecDecoder
 from dali_stream.observe.counters import Counters
 from dali_stream.order.uniforms import audited
@@ -47,7 +48,7 @@ class DecodePool:
         config, routes = layout.config, layout.routes
         self._config, self._counters = config, counters
         self.dtype, self.buffers = layout.copied_dtype, buffers
-        self.slots = {key: Slots(count, config.frame_shape(key), config.frame_dtype(key)) for key, count in slot_counts.items()}
+        self.slots = {key: _slots(layout, key, count) for key, count in slot_counts.items()}
         direct = {key: self.buffers for key in slot_counts if layout.reads_directly(key)}
         self.on_disk = {
             key: FramesOnDisk(key, files, self.slots[key], counters, direct.get(key))
@@ -74,7 +75,8 @@ class DecodePool:
         if key in source.videos:
             gpu = config.gpu if route.decoder == TORCHCODEC_CUDA else None
             processes = self._processes
-            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, any_size, on_disk, gpu, processes))
+            share = config.task_share
+            decoders.append(TorchcodecDecoder(source, key, self._counters, slots, any_size, on_disk, share, gpu, processes))
         if key in source.images:
             decoders.append(ImageDecoder(source, key, self._counters, slots, size, any_size, on_disk))
         return VideoAndImages(source, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
@@ -127,6 +129,15 @@ class DecodePool:
             decoder.close()
         for frames in self.on_disk.values():
             frames.close()
+
+
+def _slots(layout: Layout, camera: str, count: int) -> Slots:
+    config, shape = layout.config, layout.config.frame_shape(camera)
+    if camera in layout.in_gpu_cache:
+        from dali_stream.cache.gpu_slots import GpuSlots
+
+        return GpuSlots(count, shape, device_name(config.gpu))
+    return Slots(count, shape, config.frame_dtype(camera))
 
 
 def _processes(layout: Layout) -> DecodeProcesses | None:

@@ -20,13 +20,14 @@ class ExternalSource:
         producer: Producer of the batches, with frames as uint8.
 
     Attributes:
-        batches: Batches that were passed to DALI and that `DaliBatches` has not returned yet, at most two. The first one is
-            returned next. The last one belongs to the run that was started last.
+        batches: Batches from `prepare` that `DaliBatches` has not returned yet, at most three. The first one is returned next.
+            The last one is the input of the next run.
         on_dali: Cameras that DALI decodes.
     """
 
     def __init__(self, layout: Layout, producer: Producer | ProducerProcess) -> None:
-        self._config, self._producer, self._cached = layout.config, producer, layout.cached
+        self._config, self._producer, self._on_gpu = layout.config, producer, layout.in_gpu_cache
+        self._in_memory = [camera for camera in layout.cached if camera not in self._on_gpu]
         self.on_dali = layout.on_dali
         self.batches: deque[FinishedBatch] = deque()
 
@@ -56,6 +57,14 @@ class ExternalSource:
 
         Those of depth cameras are distances, float32.
 
-        This method is an external source of the graph. The memory is reused once nothing refers to it.
+        This method is an external source of the graph, which reads the memory of the arrays until the run has ended. `batches`
+        refers to them as long. The memory is reused once nothing refers to it.
         """
-        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in self._cached)
+        return self._frames(self._in_memory)
+
+    def gpu_frames(self) -> tuple[Any, ...]:
+        """Return the frames of the cameras whose frames are in the GPU's memory, as tensors. See `frames`."""
+        return self._frames(self._on_gpu)
+
+    def _frames(self, cameras: list[str]) -> tuple[Any, ...]:
+        return tuple(with_time_axis(self._config, key, self.batches[-1].frames[key]) for key in cameras)

@@ -116,11 +116,14 @@ def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
     config = layout.config
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
+    on_gpu: list[Kind] = []
     for camera in config.source.cameras:
         axes = "HWC" if config.squeezed(camera) else "FHWC"
         if camera in layout.on_dali:
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
+        elif camera in layout.in_gpu_cache:
+            on_gpu.append((camera, types.UINT8, len(axes), axes))
         else:
             is_depth = config.source.features[camera].is_depth
             decoded.append((camera, types.FLOAT if is_depth else types.UINT8, len(axes), axes))
@@ -140,12 +143,17 @@ def _read(layout: Layout, source: ExternalSource) -> dict[str, DataNode]:
             # The random numbers for augmentation stay on the CPU, since DALI's operators require arguments in CPU memory.
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
     # DALI copies its inputs while it holds the interpreter's lock, so no decode thread can run Python code meanwhile. Frames
-    # are large, so they are passed without a copy. Then an operator copies them in DALI's threads, unless the division by 255
-    # writes to new memory anyway.
+    # are large, so they are passed without a copy. A GPU reads the page-locked memory of the batch. On a CPU, an operator
+    # copies them in DALI's threads, unless the division by 255 writes to new memory anyway.
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         is_depth = config.source.features[camera].is_depth
-        divided = config.gpu is None and config.image_dtype == "float32" and not is_depth
-        nodes[camera] = placed(node if divided else fn.copy(node))
+        written = config.gpu is not None or (config.image_dtype == "float32" and not is_depth)
+        nodes[camera] = placed(node) if written else fn.copy(node)
+    # Frames in the GPU's memory are complete, and their memory is reused once the run has ended. An operator writes them to new
+    # memory, since a graph may return them as they are.
+    device = "cpu" if config.gpu is None else "gpu"
+    for camera, node in _source(source.gpu_frames, on_gpu, no_copy=True, device=device) if on_gpu else ():
+        nodes[camera] = node if config.image_dtype == "float32" else fn.copy(node)
     return nodes
 
 

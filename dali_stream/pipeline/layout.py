@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.frame_files import FrameFiles
+from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.route import Route
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DecodeError, MemoryBudgetError
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.budget import Parts, Sizes, divide
 from dali_stream.schedule.samples import FrameSet
@@ -40,6 +41,12 @@ class Layout:
     def on_dali(self) -> list[str]:
         """Cameras that DALI decodes."""
         return [key for key in self.config.source.cameras if self.routes[key].decoder == "dali"]
+
+    @cached_property
+    def in_gpu_cache(self) -> list[str]:
+        """Cameras whose decoded frames are in the GPU's memory. Depth is converted on the CPU."""
+        config = self.config
+        return [key for key in self.cached if config.gpu_cache is not None and not config.source.features[key].is_depth]
 
     @property
     def uses_dali(self) -> bool:
@@ -83,7 +90,7 @@ class Layout:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(videos.file != NONE))
                 indices[camera] = config.indices.of(camera, first, source.data_store)
-        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.cached}
+        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.cached if camera not in self.in_gpu_cache}
         return Sizes(
             lengths=source.lengths,
             batch_size=config.batches.largest,
@@ -105,8 +112,25 @@ class Layout:
 
     @cached_property
     def parts(self) -> Parts:
-        """Division of memory_budget. Raises MemoryBudgetError if it does not hold one batch."""
-        return divide(self.config.memory_budget, self.sizes)
+        """Division of memory_budget. Raises MemoryBudgetError if it, or gpu_cache, does not hold one batch."""
+        parts = divide(self.config.memory_budget, self.sizes)
+        if not self.in_gpu_cache:
+            return parts
+        kept = self._kept_on_gpu()
+        return parts._replace(kept=min(kept, parts.kept) if self.sizes.frame_bytes else kept)
+
+    def _kept_on_gpu(self) -> int:
+        """Return how many frames of each camera gpu_cache holds beside those of the batches in progress."""
+        config, frame_bytes = self.config, {camera: self.config.frame_bytes(camera) for camera in self.in_gpu_cache}
+        assert config.gpu_cache is not None
+        batch = sum(config.batches.largest * config.windows.steps(camera) * size for camera, size in frame_bytes.items())
+        least = config.in_progress * batch + sum(frame_bytes.values())  # and a black frame for each camera
+        if least > config.gpu_cache:
+            raise MemoryBudgetError(
+                f"gpu_cache must be at least {least} bytes for {config.in_progress} batches in progress, got "
+                f'{config.gpu_cache}. Use a larger gpu_cache, such as "{budget_text(least)}", or a smaller batch_size'
+            )
+        return min((config.gpu_cache - least) // sum(frame_bytes.values()), self.sizes.frames)
 
     @property
     def keeps_all(self) -> bool:

@@ -50,7 +50,7 @@ class ProducerProcess:
     def __init__(self, child: Child, layout: Layout, epoch: int, position: int, counters: Counters) -> None:
         self._child, self._layout, self._counters = child, layout, counters
         self._begin, self._stores = (epoch, position), stores(layout.config.source)
-        self._buffers, self._memory = BorrowedBuffers(), dict.fromkeys(MEMORY, 0)
+        self._buffers, self._memory = BorrowedBuffers(layout.config.gpu), dict.fromkeys(MEMORY, 0)
         self._stopping = False
         self.starter = Workers("dali_stream graph", 1, counters.copying)
 

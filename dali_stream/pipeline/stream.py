@@ -218,7 +218,8 @@ class BatchSource:
         child, self._child = self._child, None
         if child is not None:
             return ProducerProcess(child, layout, epoch, position, self._counters)
-        return Producer(layout, epoch, position, self._counters, Buffers(layout.channels_first, len(layout.cached)))
+        buffers = Buffers(layout.channels_first, len(layout.cached), layout.config.gpu)
+        return Producer(layout, epoch, position, self._counters, buffers)
 
     def _start_process(self) -> None:
         try:

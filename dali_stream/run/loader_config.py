@@ -70,6 +70,7 @@ def make_config(
     max_substitutes: float,
     frame_cache: str | os.PathLike[str] | None,
     frame_cache_bytes: int | str | None,
+    gpu_cache: int | str | None,
     in_process: bool | None,
     decode_processes: int | None,
 ) -> Config:
@@ -80,7 +81,7 @@ def make_config(
         ranks: Rank of this process, and number of ranks.
         order: Arguments shuffle, seed, consumers and episode_pool_size of the Loader.
         batch_size, delta_timestamps, dali_graph, image_size, image_dtype, depth_unit, memory_format, device, num_threads,
-            prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes,
+            prefetch, memory_budget, audit, last_batch, on_error, max_substitutes, frame_cache, frame_cache_bytes, gpu_cache,
             in_process, decode_processes: See `Loader`.
 
     Raises:
@@ -98,6 +99,8 @@ def make_config(
         raise ValueError(f"dali_graph must be a function from a dict of DALI nodes to one, or None, got {dali_graph!r}")
     batch_size = positive("batch_size", batch_size)
     check_world(ranks.rank, ranks.world_size, None)
+    gpu = gpu_index(device)
+    cached_on_gpu = _gpu_cache(gpu_cache, gpu, frame_cache is not None)
     shuffle, seed, *pools = order
     arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
     arguments = arguments.checked(ranks.rank, ranks.world_size)
@@ -133,13 +136,25 @@ def make_config(
         memory_format=memory_format,
         indices=IndexCache(source),
         max_substitutes=max_substitutes if on_error == "substitute" else None,
-        gpu=gpu_index(device),
+        gpu=gpu,
         augments=dali_graph is not None,
         audit=from_zero("audit", audit),
+        gpu_cache=cached_on_gpu,
         frame_folder=_frame_folder(frame_cache, frame_cache_bytes, cores.ranks.count),
         in_process=stays,
         decode_processes=processes,
     )
+
+
+def _gpu_cache(given: int | str | None, gpu: int | None, has_frame_cache: bool) -> int | None:
+    """Return the bytes of the GPU's memory for decoded frames."""
+    if given is None:
+        return None
+    if gpu is None:
+        raise ValueError(f"gpu_cache must be None for batches on the CPU, got {given!r}. Use memory_budget")
+    if has_frame_cache:
+        raise ValueError(f"gpu_cache must be None with a frame_cache, whose frames are in the CPU's memory, got {given!r}")
+    return byte_count(given, "gpu_cache")
 
 
 def _stays_in_process(given: bool | None, has_room: bool) -> bool:

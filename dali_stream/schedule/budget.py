@@ -144,19 +144,20 @@ def reads_budget(parts: Parts, sizes: Sizes) -> int | None:
     return 2 * needed if parts.encoded < needed else None
 
 
-def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
+def batches_in_progress(threads: int, batch_frames: int, task_frames: int, affordable: int) -> int:
     """Return the number of batches in progress that keeps all threads busy while the oldest batch is completed.
 
-    The number is 2 · threads · task_frames / batch_frames, rounded up and clamped to [2, max(16, 2 · threads)]: each
-    batch has at least one task. With at most 16 batches, 64 threads waited for each other while the interpreter was held for
+    The number is 2 · threads · task_frames / batch_frames, rounded up and clamped to [2, max(16, 2 · threads, affordable)]:
+    small batches share tasks. With at most 16 batches, 64 threads waited for each other while the interpreter was held for
     42 % of the time (benchmarks/overhead.py, 2 cores of an AMD EPYC, 2026-11-29).
 
     Args:
         threads: Number of threads of the decode pool.
         batch_frames: Number of frames of a batch, over all cameras.
         task_frames: Number of frames of a decode task.
+        affordable: Number of batches for whose frames there is enough memory in any case.
     """
-    return min(max(-(-2 * threads * task_frames // max(batch_frames, 1)), 2), max(16, 2 * threads))
+    return min(max(-(-2 * threads * task_frames // max(batch_frames, 1)), 2), max(16, 2 * threads, affordable))
 
 
 def copy_threads(threads: int) -> int:

@@ -7,6 +7,7 @@ The memory has no name and no file, so nothing is left of it when the processes 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import os
@@ -18,10 +19,12 @@ import numpy.typing as npt
 
 from dali_stream.checks.arrays import Array
 
+_log = logging.getLogger("dali_stream")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -42,6 +45,8 @@ class SharedBlock:
         MemoryError: If the memory cannot be mapped.
     """
 
+    _unlock: Callable[[int], Any] | None = None
+
     def __init__(self, descriptor: int, size: int, freed: Callable[[], None] | None = None) -> None:
         # All pages are touched here, which takes less time than a page fault for each of them.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -54,7 +59,21 @@ class SharedBlock:
         """Return a contiguous array that begins where this block begins. It refers to the block."""
         return np.asarray(_Interface(self, shape, np.dtype(dtype)))
 
+    def lock_pages(self, gpu: int) -> None:
+        """Lock the pages until the block is unmapped, so that CUDA device `gpu` reads them without a copy by the driver."""
+        import torch
+
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(gpu):  # otherwise this makes a context on device 0
+            locked = runtime.cudaHostRegister(self.address, self.size, _PORTABLE) == runtime.cudaError.success
+        if locked:
+            self._unlock = runtime.cudaHostUnregister
+        else:
+            _log.info("CUDA does not lock %d bytes of shared memory, so uploading them takes more CPU time", self.size)
+
     def __del__(self) -> None:
+        if self._unlock is not None:
+            self._unlock(self.address)
         if hasattr(self, "_unmap"):  # it was mapped
             self._unmap(self.address, self.size)
             if self._freed is not None:

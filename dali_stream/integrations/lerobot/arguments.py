@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "memory_budget": str,
     "frame_cache": str,
     "frame_cache_bytes": str,
+    "gpu_cache": str,
     "audit": int,
     "last_batch": str,
     "on_error": str,
@@ -54,9 +55,9 @@ SAVED: Fields = {
     "shuffle": (FLAG, one_of_texts(*SHUFFLES), NULL), "consumers": (whole(1, MOST_CONSUMERS), NULL),
     "episode_pool_size": (whole(1, MOST_SEGMENTS), NULL), "device": (TEXT, NULL), "decode": (one_of_texts(*DECODE), NULL),
     "num_threads": _COUNT, "prefetch": _COUNT, "memory_budget": _BYTES, "frame_cache": (TEXT, NULL),
-    "frame_cache_bytes": _BYTES, "audit": (whole(0, 1 << 40),), "last_batch": (one_of_texts(*LAST_BATCH), NULL),
-    "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL), "in_process": (FLAG, NULL),
-    "decode_processes": (whole(0, 1 << 10), NULL),
+    "frame_cache_bytes": _BYTES, "gpu_cache": _BYTES, "audit": (whole(0, 1 << 40),),
+    "last_batch": (one_of_texts(*LAST_BATCH), NULL), "on_error": (TEXT, NULL), "max_substitutes": (NUMBER, NULL),
+    "in_process": (FLAG, NULL), "decode_processes": (whole(0, 1 << 10), NULL),
 }  # fmt: skip
 """Allowed kinds of these arguments in a checkpoint."""
 

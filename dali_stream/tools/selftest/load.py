@@ -38,6 +38,7 @@ def lockstep(
     image_size: tuple[int, int] | None = None,
     decode: str = "dali",
     num_threads: int | None = None,
+    gpu_cache: str | None = None,
 ) -> dict[str, Any]:
     """Compare all frames of two Loaders for some time, and at least until some held batches were compared.
 
@@ -46,7 +47,7 @@ def lockstep(
         device: Device such as "cuda:0". With "cpu", no other work runs at the same time.
         seconds: Time to run, in seconds.
         image_size: (height, width) for both Loaders. Default: None, for the recorded size.
-        decode, num_threads: Arguments of the tested Loader. Default: "dali", and the default of a Loader.
+        decode, num_threads, gpu_cache: Arguments of the tested Loader. Default: "dali", and the defaults of a Loader.
 
     Returns:
         A dict with the entries of `_outcome` for the tested Loader, and
@@ -58,7 +59,7 @@ def lockstep(
     dataset, number, started = Dataset(folder), 0, time.perf_counter()
     options: dict[str, Any] = {"image_size": image_size, "memory_budget": _BUDGET, "num_threads": num_threads}
     with (
-        _loader(dataset, dataset.cameras, device, decode, **options) as ours,
+        _loader(dataset, dataset.cameras, device, decode, gpu_cache=gpu_cache, **options) as ours,
         _loader(Dataset(folder), dataset.cameras, "cpu", "torchcodec", image_size=image_size) as theirs,
     ):
         batches, expected = endless(ours), endless(theirs)

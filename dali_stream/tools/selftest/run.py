@@ -228,6 +228,9 @@ class _Run:
         first, others = longest[:1], longest[1:]
         # Most important first, since on a GPU the time is enough for about five of them.
         jobs = [job for decoder in self._nvdec for job in self._lockstep("recorded size", first, decode=decoder)]
+        if self._gpu is not None and TORCHCODEC_CUDA in self._nvdec:
+            on_gpu: dict[str, Any] = {"image_size": (224, 224), "gpu_cache": "128MiB"}  # slots are used again
+            jobs += self._lockstep("gpu_cache", first, decode=TORCHCODEC_CUDA, **on_gpu)
         jobs += self._lockstep("two Loaders", first, load.two_loaders)
         jobs += self._lockstep(f"{MANY_THREADS} threads", first, num_threads=MANY_THREADS)
         jobs += [job for decoder in self._nvdec for job in self._lockstep("recorded size", others, decode=decoder)]

@@ -1,0 +1,86 @@
+"""Decoded frames in the memory of a GPU, in the slots that the schedule assigns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dali_stream.cache.slots import Frames, Slots
+from dali_stream.checks.arguments import budget_text
+from dali_stream.checks.arrays import Int64
+from dali_stream.errors import MemoryBudgetError
+
+
+class GpuSlots(Slots):
+    """Decoded frames of one camera, uint8, in the memory of a GPU. See `Slots`.
+
+    No CUDA events are needed. `put` and `gather` return when the GPU has done their work, or `put` is followed by a
+    synchronization of its stream before the decode task ends. A batch is gathered after its tasks, and later batches may
+    overwrite its slots as soon as it was gathered.
+
+    Args:
+        count: Number of slots. Their memory is allocated at once.
+        shape: Shape (height, width, channels) of each frame.
+        device: Name of the GPU, such as "cuda:0".
+
+    Raises:
+        MemoryBudgetError: If the GPU has too little free memory.
+    """
+
+    def __init__(self, count: int, shape: tuple[int, int, int], device: str) -> None:
+        super().__init__(0, shape)
+        size = (count + 1) * math.prod(shape)
+        try:
+            self._on_gpu = torch.empty((count + 1, *shape), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryBudgetError(
+                f"gpu_cache must fit into the free memory of {device}, but {size} bytes of it cannot be allocated. Use a "
+                f'smaller gpu_cache, such as "{budget_text(size // 2)}", or none'
+            ) from error
+        self._on_gpu[-1] = 0  # slot -1 is a black frame
+        self._stream = torch.cuda.Stream(device)
+
+    def put(self, slots: Sequence[int], frames: Frames | torch.Tensor) -> None:
+        """Write frames, of shape (n, height, width, channels), into slots.
+
+        Frames on the GPU are written in the current stream, which the caller synchronizes. Others are uploaded first.
+        """
+        if isinstance(frames, torch.Tensor):
+            self._write(slots, frames)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._write(slots, torch.from_numpy(frames).to(self._on_gpu.device))
+            self._stream.synchronize()
+        for slot in slots if self._errors else ():
+            self._errors.pop(slot, None)
+
+    def _write(self, slots: Sequence[int], frames: torch.Tensor) -> None:
+        self._on_gpu[torch.tensor(slots, device=self._on_gpu.device)] = frames
+
+    def gather(self, show: Int64) -> torch.Tensor:
+        """Return the frames of a batch, in memory of their own.
+
+        Args:
+            show: Slot of each frame, shape (B, T). -1 for zeros.
+
+        Returns:
+            Tensor of shape (B, T, height, width, channels) on the GPU.
+        """
+        with torch.cuda.stream(self._stream):
+            slots = torch.from_numpy(np.where(show < 0, len(self._on_gpu) - 1, show).reshape(-1)).to(self._on_gpu.device)
+            frames = self._on_gpu.index_select(0, slots)
+        self._stream.synchronize()
+        return frames.reshape(*show.shape, *self.shape)
+
+    def fill(self, *_: Any) -> list[bool]:
+        """Raise NotImplementedError, since frames on disk are read into the CPU's memory."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Free the memory. The slots cannot be used afterwards."""
+        super().free()
+        self._on_gpu = self._on_gpu[:0].clone()
