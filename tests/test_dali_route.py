@@ -14,14 +14,14 @@ from support.datasets import CAMERAS, SIDE, TOP, read_lengths
 from support.gpu_machine import GpuMachine
 from support.servers import Server
 
-from dali_stream import DecodeError, Loader
+from dali_stream import Dataset, DecodeError, Loader
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
 WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
 
 
-def batches_of(root: Path, **arguments: Any) -> list[dict[str, Any]]:
+def batches_of(root: Path | Dataset, **arguments: Any) -> list[dict[str, Any]]:
     """One epoch."""
     arguments = {"batch_size": 16, "last_batch": "partial", "device": "cpu", "decode": "dali"} | arguments
     with Loader(root, **arguments) as loader:
@@ -62,7 +62,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path) -> None:
     lengths = read_lengths(h264_demo)
     steps = {TOP: [3, -2, 0, 1, -3, 2, -1, 0], SIDE: [0, 30, 1]}  # most are neighbours, which B-frames reorder
     windows = {camera: [step / FPS for step in own] for camera, own in steps.items()}
-    for batch in batches_of(h264_demo, device="cuda", delta_timestamps=windows):
+    for batch in batches_of(Dataset(h264_demo, episodes=[1]), device="cuda", delta_timestamps=windows):
         for camera in CAMERAS:
             check_identities(batch, camera, steps[camera], lengths)
 

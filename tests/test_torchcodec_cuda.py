@@ -118,7 +118,7 @@ def test_a_frame_that_only_the_cpu_decodes_moves_the_camera_to_the_cpu(
     arguments: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "dali_graph": graph, "prefetch": 2}
 
     def fail(frames: list[int]) -> None:
-        """Fail at the second GOP of a file, which is in the second batch."""
+        """Fail after 16 frames, when a batch has been decoded, or nearly."""
         if gpu_machine.decoded > before + 16:
             sizes.append(len(frames))
             raise error

@@ -239,7 +239,7 @@ class GpuMachine:
             return fn.python_function(clips, frames, function=machine._decode_for_dali, output_layouts="FHWC")
 
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
-        self._monkeypatch.setattr(DataNode, "gpu", lambda node: node)
+        self._monkeypatch.setattr(DataNode, "gpu", fn.copy)  # uploading copies, too
         self._monkeypatch.setattr(fn.decoders, "video", video)
 
         def external_source(*arguments: Any, device: str = "cpu", **options: Any) -> Any:
