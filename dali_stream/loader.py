@@ -35,7 +35,6 @@ from dali_stream.run import bottleneck
 from dali_stream.run.bottleneck import Bottleneck
 from dali_stream.run.loader_config import make_config
 from dali_stream.run.required_memory import check_memory
-from dali_stream.schedule.budget import divide
 from dali_stream.storage.store import TRAFFIC, Store
 from dali_stream.system.heap import trim_memory
 from dali_stream.system.log_records import note_given
@@ -770,9 +769,8 @@ class Loader:
             return
         if config.frame_folder is not None or layout.on_dali:
             return
-        needed = Layout(replace(config, arguments=config.arguments._replace(shuffle="sharded")), layout.routes).needed
-        sizes = replace(layout.sizes, needed=max(map(len, needed.values()), default=None))
-        if not needed or divide(config.memory_budget, sizes).kept < sizes.frames:
+        sharded = Layout(replace(config, arguments=config.arguments._replace(shuffle="sharded")), layout.routes)
+        if not sharded.needed or not sharded.keeps_all:
             return
         # With memory for all frames, a rank decodes those that it has not shown in the first epoch.
         counts = asdict(self._counters)

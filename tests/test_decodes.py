@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from support.batches import check_identities
-from support.datasets import TOP, read_lengths
+from support.datasets import TOP, VIDEO, read_lengths
 
-from dali_stream import Loader, Mixture
+from dali_stream import DaliStreamError, Loader, Mixture
 from dali_stream.pipeline.layout import Layout
 from dali_stream.schedule.budget import divide, frames_budget, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable
@@ -66,6 +68,32 @@ def test_frames_of_several_small_batches_share_a_clip(demo: Path) -> None:
         stats = loader.stats()
     assert stats["frames"] == 2 * sum(lengths.values())  # of two cameras
     assert stats["decoded_frames"] / stats["clips"] > 8
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+def test_bytes_that_cannot_be_read_fail_the_same_samples_whatever_shares_their_clip(
+    small: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    """The disk has an error in the middle of a file."""
+    bad, pread = (small / VIDEO.format(TOP, 0)).stat().st_size * 6 // 10, os.pread
+
+    def read(descriptor: int, count: int, start: int) -> bytes:
+        if TOP in os.readlink(f"/proc/self/fd/{descriptor}") and start < bad + 10 and start + count > bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(descriptor, count, start)
+
+    monkeypatch.setattr(os, "pread", read)
+    found = list[list[list[bool]]]()
+    for prefetch in (None, 2):
+        options = {"batch_size": 4, "num_threads": 1, "prefetch": prefetch, "on_error": on_error}
+        delivered = list[list[bool]]()
+        with Loader(small, in_process=True, seed=5, **SETTINGS | options) as loader, suppress(DaliStreamError):
+            for batch in loader:
+                delivered.append(batch["is_substitute"].tolist() if on_error == "substitute" else [])
+        found.append(delivered)
+    assert found[0] == found[1]
+    assert (sum(map(sum, found[0])) > 0) == (on_error == "substitute")
+    assert len(found[0]) > 3
 
 
 @pytest.mark.slow

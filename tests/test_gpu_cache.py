@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.batches import check_identities, equal
 from support.broken import damage
 from support.datasets import CAMERAS, SIDE, TOP, VIDEO, copied, read_lengths
@@ -19,6 +21,7 @@ from dali_stream import Dataset, DecodeError, Loader, MemoryBudgetError
 OPTIONS: dict[str, Any] = {"batch_size": 8, "last_batch": "partial", "device": "cuda", "num_threads": 2, "prefetch": 2}
 FRAME = 128 * 160 * 3  # bytes of a frame of a camera
 LITTLE = 2 * 60 * FRAME  # room for few frames beside those of the batches in progress
+EVENTS = ("enter", "synchronize")
 WINDOW = {TOP: [-0.1, 0.0, 1.5]}
 
 
@@ -109,6 +112,43 @@ def test_a_camera_that_a_dataset_of_a_mixture_lacks_is_black(h264_demo: Path) ->
     assert any(bool(batch[f"{TOP}_is_missing"].any()) for batch in found)
 
 
+def test_streams_are_waited_for(h264_demo: Path, tmp_path: Path, gpu_machine: GpuMachine) -> None:
+    """Whatever is written on a stream, a substitute included, is complete before another stream reads it."""
+    root = copied(h264_demo, tmp_path)
+    damage(root, VIDEO.format(TOP, 0), 24, lambda packet: bytes(4) + packet[4:])
+    for decode in ("torchcodec-cuda", "torchcodec"):
+        epochs(Dataset(root, episodes=[0, 1]), decode=decode, gpu_cache="1GiB", on_error="substitute")
+    numbers = [Counter(number for what, number, _ in gpu_machine.stream_events if what == each) for each in EVENTS]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize(("call", "says"), [("to", "frames cannot be uploaded"), ("index_select", "a batch cannot be copied")])
+def test_too_little_memory_beside_it_is_an_error(
+    call: str, says: str, h264_demo: Path, monkeypatch: pytest.MonkeyPatch, gpu_machine: GpuMachine
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with Loader(h264_demo, decode="torchcodec", gpu_cache="1GiB", **OPTIONS) as loader:
+        monkeypatch.setattr(torch.Tensor, call, fail)
+        with pytest.raises(MemoryBudgetError, match=rf"^gpu_cache must fit into .* cuda:0 .*, but {says}\. Use a smaller"):
+            next(iter(loader))
+
+
+def test_the_batches_in_progress_take_at_most_half_of_it(h264_demo: Path, gpu_machine: GpuMachine) -> None:
+    options = OPTIONS | {"num_threads": 32, "prefetch": None}
+    batch = 8 * len(CAMERAS) * FRAME
+    for size in (5 * batch, 100 * batch):
+        with Loader(h264_demo, gpu_cache=size, **options) as loader:
+            next(iter(loader))
+    with Loader(h264_demo, gpu_cache="1GiB", **OPTIONS) as loader:
+        whole = next(iter(loader))
+        allocated = gpu_machine.allocated
+        assert equal(loader.batch_at(0, 0), whole)
+        assert gpu_machine.allocated == allocated, "no second gpu_cache"
+        assert loader.stats()["decoded_bytes"] == 0
+
+
 def test_wrong_values_are_refused(h264_demo: Path, tmp_path: Path, gpu_machine: GpuMachine) -> None:
     with pytest.raises(ValueError, match=r"^gpu_cache must be None for batches on the CPU, got '1GiB'\. Use memory_budget"):
         Loader(h264_demo, device="cpu", gpu_cache="1GiB")
@@ -121,7 +161,7 @@ def test_wrong_values_are_refused(h264_demo: Path, tmp_path: Path, gpu_machine: 
         Loader(h264_demo, gpu_cache="1GiB", **OPTIONS) as loader,
         pytest.raises(
             MemoryBudgetError,
-            match=r"^gpu_cache must fit into the free memory of cuda:0, but \d+ bytes of it cannot be allocated",
+            match=r"^gpu_cache must fit into the free memory of cuda:0 .*, but \d+ bytes of it cannot be allocated",
         ),
     ):
         next(iter(loader))

@@ -15,7 +15,7 @@ import numpy as np
 
 from dali_stream.checks.arrays import Array, Mask
 
-_KEPT = 8  # batches whose arrays are kept, more than a loader uses at a time. A user who keeps more batches gets new arrays
+KEPT = 8  # batches whose arrays are kept, more than a loader uses at a time. A user who keeps more batches gets new arrays
 
 
 class Buffers:
@@ -24,11 +24,12 @@ class Buffers:
     Args:
         channels_first: Whether the last axis of an array, the channels, precedes height and width in memory.
         cameras: Number of cameras, whose arrays may have the same shape. Default: 1.
+        kept: Number of batches whose arrays are kept. Default: `KEPT`.
         gpu: CUDA device that reads the arrays, whose memory is then page-locked. Default: None.
     """
 
-    def __init__(self, channels_first: bool, cameras: int = 1, gpu: int | None = None) -> None:
-        self._channels_first, self._kept, self._gpu = channels_first, _KEPT * max(cameras, 1), gpu
+    def __init__(self, channels_first: bool, cameras: int = 1, kept: int = KEPT, gpu: int | None = None) -> None:
+        self._channels_first, self._kept, self._gpu = channels_first, kept * max(cameras, 1), gpu
         self._lock = threading.Lock()
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 

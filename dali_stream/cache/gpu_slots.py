@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ class GpuSlots(Slots):
 
     No CUDA events are needed. `put` and `gather` return when the GPU has done their work, or `put` is followed by a
     synchronization of its stream before the decode task ends. A batch is gathered after its tasks, and later batches may
-    overwrite its slots as soon as it was gathered.
+    overwrite its slots as soon as it was gathered. Nothing uses the stream of the training step.
 
     Args:
         count: Number of slots. Their memory is allocated at once.
@@ -34,15 +35,22 @@ class GpuSlots(Slots):
     def __init__(self, count: int, shape: tuple[int, int, int], device: str) -> None:
         super().__init__(0, shape)
         size = (count + 1) * math.prod(shape)
-        try:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream), self._explained(f"{size} bytes of it cannot be allocated", size // 2):
             self._on_gpu = torch.empty((count + 1, *shape), dtype=torch.uint8, device=device)
+            self._on_gpu[-1] = 0  # slot -1 is a black frame
+        self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, less: int) -> Iterator[None]:
+        """Context manager that raises MemoryBudgetError if the GPU has too little memory."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise MemoryBudgetError(
-                f"gpu_cache must fit into the free memory of {device}, but {size} bytes of it cannot be allocated. Use a "
-                f'smaller gpu_cache, such as "{budget_text(size // 2)}", or none'
+                f"gpu_cache must fit into the free memory of {self._device} with some batches beside it, but {what}. Use a "
+                f'smaller gpu_cache, such as "{budget_text(less)}", or none'
             ) from error
-        self._on_gpu[-1] = 0  # slot -1 is a black frame
-        self._stream = torch.cuda.Stream(device)
 
     def put(self, slots: Sequence[int], frames: Frames | torch.Tensor) -> None:
         """Write frames, of shape (n, height, width, channels), into slots.
@@ -52,7 +60,7 @@ class GpuSlots(Slots):
         if isinstance(frames, torch.Tensor):
             self._write(slots, frames)
         else:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self._explained("frames cannot be uploaded", self._on_gpu.nbytes // 2):
                 self._write(slots, torch.from_numpy(frames).to(self._on_gpu.device))
             self._stream.synchronize()
         for slot in slots if self._errors else ():
@@ -70,7 +78,7 @@ class GpuSlots(Slots):
         Returns:
             Tensor of shape (B, T, height, width, channels) on the GPU.
         """
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._explained("a batch cannot be copied", self._on_gpu.nbytes // 2):
             slots = torch.from_numpy(np.where(show < 0, len(self._on_gpu) - 1, show).reshape(-1)).to(self._on_gpu.device)
             frames = self._on_gpu.index_select(0, slots)
         self._stream.synchronize()
@@ -83,4 +91,12 @@ class GpuSlots(Slots):
     def free(self) -> None:
         """Free the memory. The slots cannot be used afterwards."""
         super().free()
-        self._on_gpu = self._on_gpu[:0].clone()
+        self._on_gpu = self._on_gpu.new_empty(0)
+
+
+def copy_sample(frames: torch.Tensor, sample: int, of: int) -> None:
+    """Overwrite the frames of a sample with those of another one, in a batch from `gather`. Wait until the GPU has done it."""
+    stream = torch.cuda.Stream(frames.device)
+    with torch.cuda.stream(stream):
+        frames[sample] = frames[of]
+    stream.synchronize()

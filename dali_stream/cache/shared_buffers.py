@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.buffers import KEPT, Buffers
 from dali_stream.checks.arrays import Array
 from dali_stream.system.shared_memory import SharedBlock, array_bytes, block_of, new_block
 
@@ -66,8 +66,8 @@ class _LentBlock(SharedBlock):
 class LentBuffers(Buffers):
     """Buffers in shared memory. An array is reused when the other process does not use it any more either. See `Buffers`."""
 
-    def __init__(self, channels_first: bool, cameras: int = 1) -> None:
-        super().__init__(channels_first, cameras)
+    def __init__(self, channels_first: bool, cameras: int = 1, kept: int = KEPT) -> None:
+        super().__init__(channels_first, cameras, kept)
         self._numbers, self._freed = itertools.count(), list[int]()
         self._lent: dict[int, Array] = {}  # {number of a block: array in it}. The reference keeps the block from being reused
 

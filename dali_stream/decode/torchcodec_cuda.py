@@ -51,8 +51,10 @@ def own_stream(gpu: int | None) -> Iterator[None]:
     stream = streams.get()
     try:
         with torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
+            try:
+                yield
+            finally:
+                stream.synchronize()
     finally:
         streams.put(stream)
 

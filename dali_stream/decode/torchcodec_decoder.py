@@ -52,6 +52,7 @@ class _Frame(NamedTuple):
     """Frame that a task decodes.
 
     Attributes:
+        batch: Number of the batch for which it is decoded.
         file: Index of the file.
         records: Records of the episode on disk. None if its frames are not stored.
         episode: Episode of the frame.
@@ -60,6 +61,7 @@ class _Frame(NamedTuple):
         slot: Slot into which the frame is put. `NONE` for a frame that is decoded for the frame cache on disk only.
     """
 
+    batch: int
     file: VideoIndex
     records: Records | None
     episode: int
@@ -94,10 +96,11 @@ class _Task:
             return True
 
     def begin(self) -> list[_Frame]:
-        """Return the frames in the order of the files. None can be added any more."""
+        """Return the frames in the order of the files, and keep none of them. None can be added any more."""
         with self._lock:
             self._begun = True
-        return sorted(self._frames, key=lambda frame: (frame.file.path, frame.packet))
+            frames, self._frames = self._frames, []
+        return sorted(frames, key=lambda frame: (frame.file.path, frame.packet))
 
 
 def _decode_divided(
@@ -177,7 +180,7 @@ class TorchcodecDecoder(VideoFiles):
             if sample not in failed:
                 shown = plan.shown_in_episode[self.key][sample, t : t + 1]
                 failed[sample] = self.missing(episodes, int(episode[sample]), shown)
-        tasks, added_to = self._tasks(planned, episodes, store)
+        tasks, added_to = self._tasks(self._gops(planned, episodes, plan.samples.number), store)
         if self._on_disk is None:
             for task in tasks:
                 task.future = workers.submit(self._begin, task)
@@ -186,11 +189,11 @@ class TorchcodecDecoder(VideoFiles):
         if unusable := set(reads.episode.tolist()) - set(indices):
             reads = reads.chosen(~np.isin(reads.episode, list(unusable)))
         columns = reads.episode, reads.frame, reads.packet, reads.slot
-        records = {episode: self._records(episode) for episode in indices}
+        records, number = {episode: self._records(episode) for episode in indices}, plan.samples.number
 
         def unread(numbers: list[int]) -> list[_Frame]:
             frames = zip(*(column[numbers].tolist() for column in columns), strict=True)
-            return [_Frame(indices[episode], records[episode], episode, *own) for episode, *own in frames]
+            return [_Frame(number, indices[episode], records[episode], episode, *own) for episode, *own in frames]
 
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
         decoding = Decoding(unread, functools.partial(self._decode, store), functools.partial(self._packet_hashes, store))
@@ -206,8 +209,8 @@ class TorchcodecDecoder(VideoFiles):
     def _records(self, episode: int) -> Records | None:
         return None if self._on_disk is None else self._on_disk.records(episode)
 
-    def _tasks(self, plan: FramePlan, episodes: OpenEpisodes, store: Store) -> tuple[list[_Task], list[_Task]]:
-        """Distribute the frames of a batch to tasks.
+    def _tasks(self, gops: list[list[_Frame]], store: Store) -> tuple[list[_Task], list[_Task]]:
+        """Distribute the frames of a batch, by GOP, to tasks.
 
         The frames of a task share their `config`, because a clip has only one. Each GOP is in one task, and GOPs that
         are next to each other in a file are in the same task if possible.
@@ -216,7 +219,7 @@ class TorchcodecDecoder(VideoFiles):
             New tasks, and tasks of earlier batches to which frames were added.
         """
         by_config: dict[tuple[bytes, ...], list[list[_Frame]]] = {}
-        for gop in sorted(self._gops(plan, episodes), key=lambda gop: (gop[0].file.path, gop[0].packet)):
+        for gop in sorted(gops, key=lambda gop: (gop[0].file.path, gop[0].packet)):
             by_config.setdefault(config(gop[0].file, gop[0].packet), []).append(gop)
         tasks, added_to = list[_Task](), list[_Task]()
         for key, alike in by_config.items():
@@ -231,15 +234,15 @@ class TorchcodecDecoder(VideoFiles):
             self._last[key] = tasks[-1]
         return tasks, added_to
 
-    def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[list[_Frame]]:
-        """Return the frames to decode, by GOP."""
+    def _gops(self, plan: FramePlan, episodes: OpenEpisodes, batch: int) -> list[list[_Frame]]:
+        """Return the frames to decode for a batch, by GOP."""
         starts = np.flatnonzero(np.diff(plan.gop, prepend=NONE)).tolist()
         indices = self._usable(plan, episodes)
         columns = [values.tolist() for values in (plan.frame, plan.packet, plan.slot)]
         gops = []
         for episode, start, stop in zip(plan.episode[starts].tolist(), starts, [*starts, len(plan.gop)][1:], strict=True):
             if episode in indices:
-                own = indices[episode], self._records(episode), episode
+                own = batch, indices[episode], self._records(episode), episode
                 gops.append([_Frame(*own, *values) for values in zip(*(each[start:stop] for each in columns), strict=True)])
         return gops
 
@@ -272,11 +275,23 @@ class TorchcodecDecoder(VideoFiles):
         self._decode(task.store, task.begin())
 
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
-        """Decode frames, and put them into slots, in a decode thread. See `_decode_divided`.
+        """Decode frames, and put them into slots, in a decode thread. If a frame fails, each batch is decoded by itself.
+
+        Which frames fail therefore does not depend on the batches that share a task.
 
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
         """
+        batches = {frame.batch for frame in frames}
+        if len(batches) > 1:
+            with suppress(*_READ_ERRORS):
+                self._decode_together(store, frames)
+                return
+        for batch in sorted(batches):
+            self._decode_batch(store, [frame for frame in frames if frame.batch == batch])
+
+    def _decode_batch(self, store: Store, frames: list[_Frame]) -> None:
+        """Decode frames of a batch. See `_decode_divided`."""
         decode_together = functools.partial(self._decode_together, store)
         needed = [frame for frame in frames if frame.slot != NONE]
         if len(needed) < len(frames):

@@ -164,16 +164,21 @@ class Config:
     def in_progress(self) -> int:
         """Number of batches in progress: `prefetch`, but at most an epoch, or enough to keep all threads busy.
 
-        There are more than 16, or than two per thread, only if their frames take at most 1/8 of `memory_budget`.
+        There are more than 16, or than two per thread, only if their frames take at most 1/8 of `memory_budget` or `gpu_cache`,
+        and if they can share clips: video of local files. They take at most half of `gpu_cache`.
         """
         if self.prefetch is not None:
             return min(self.prefetch, self.batches.count(0))
         task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
         if self.frame_folder is not None:
             task = max(task, READ_FRAMES)
-        batch_bytes = self.batches.batch_size * sum(self.windows.steps(c) * self.frame_bytes(c) for c in self.source.cameras)
-        affordable = self.memory_budget // 8 // max(batch_bytes, 1)
-        return batches_in_progress(self.num_threads, self._batch_frames, task, affordable)
+        frame_bytes = sum(self.windows.steps(camera) * self.frame_bytes(camera) for camera in self.source.cameras)
+        # With a frame cache on disk, frames may be read into the memory of their batches.
+        batch_bytes = max(self.batches.batch_size * frame_bytes * (1 if self.frame_folder is None else 2), 1)
+        shared = not self.source.images and not self.source.data_store.remote
+        affordable = (self.gpu_cache or self.memory_budget) // 8 // batch_bytes if shared else 0
+        number = batches_in_progress(self.num_threads, self._batch_frames, task, affordable)
+        return number if self.gpu_cache is None else max(min(number, self.gpu_cache // 2 // batch_bytes), 2)
 
     @property
     def task_share(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import KEPT
 from dali_stream.cache.frame_files import FrameFiles
 from dali_stream.checks.arguments import budget_text
 from dali_stream.checks.arrays import NONE
@@ -62,6 +63,12 @@ class Layout:
     def channels_first(self) -> bool:
         """Whether the channels of a frame in a batch precede its height and width in memory."""
         return not self.uses_dali and self.config.memory_format == "contiguous"
+
+    @property
+    def kept_buffers(self) -> int:
+        """Number of batches whose memory is kept for later ones. Frames are read directly into batches in progress."""
+        direct = any(map(self.reads_directly, self.cached))
+        return max(KEPT, self.config.in_progress + 3) if direct else KEPT
 
     def reads_directly(self, camera: str) -> bool:
         """Return whether frames on disk are read directly into batches, which have them in the same type and order."""
@@ -128,7 +135,8 @@ class Layout:
         if least > config.gpu_cache:
             raise MemoryBudgetError(
                 f"gpu_cache must be at least {least} bytes for {config.in_progress} batches in progress, got "
-                f'{config.gpu_cache}. Use a larger gpu_cache, such as "{budget_text(least)}", or a smaller batch_size'
+                f'{config.gpu_cache}. Use a larger gpu_cache, such as "{budget_text(least)}", or a smaller prefetch or '
+                "batch_size"
             )
         return min((config.gpu_cache - least) // sum(frame_bytes.values()), self.sizes.frames)
 

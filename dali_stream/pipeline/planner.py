@@ -243,7 +243,7 @@ class Planner:
     """
 
     def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters, buffers: Buffers) -> None:
-        self._config, self._counters = layout.config, counters
+        self._config, self._counters, self._in_gpu_cache = layout.config, counters, layout.in_gpu_cache
         config, source, sizes, parts = layout.config, layout.config.source, layout.sizes, layout.parts
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
@@ -289,10 +289,12 @@ class Planner:
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes, with the keys `MEMORY`.
 
-        The keys are the total, and the memory of rows, indices, encoded video and cached decoded frames.
+        The keys are the total, and the memory of rows, indices, encoded video and decoded frames that are cached in the CPU's
+        memory.
         """
         # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
-        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+        cached = {key: cache.cached for key, cache in self._schedule.frames.items() if key not in self._in_gpu_cache}
+        frames = sum(count * self._config.frame_bytes(key) for key, count in cached.items())
         kinds = *self._reading.episodes.bytes_by_kind, self._reading.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 

@@ -6,7 +6,10 @@ import copy
 import time
 from concurrent.futures import CancelledError
 
+import torch
+
 from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.gpu_slots import copy_sample
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
@@ -117,7 +120,10 @@ class Producer:
                 batch.substituted.append((files[sample], error))
                 of = good[sample % len(good)]
                 for values in (*batch.columns.values(), *batch.frames.values()):
-                    values[sample] = values[of]
+                    if isinstance(values, torch.Tensor):
+                        copy_sample(values, sample, of)
+                    else:
+                        values[sample] = values[of]
                 for texts in batch.texts.values():
                     texts[sample] = copy.deepcopy(texts[of])  # annotations, which the user may change
                 batch.columns[SUBSTITUTE][sample] = True

@@ -60,7 +60,7 @@ class _Server:
         for _, store, _ in self._stores.values():
             if isinstance(store, RemoteStore):
                 store.note_versions()
-        self._buffers = LentBuffers(layout.channels_first, len(layout.cached))
+        self._buffers = LentBuffers(layout.channels_first, len(layout.cached), layout.kept_buffers)
         self._producer = Producer(layout, start.epoch, start.position, self._counters, self._buffers)
 
     def close(self) -> None:

@@ -218,7 +218,7 @@ class BatchSource:
         child, self._child = self._child, None
         if child is not None:
             return ProducerProcess(child, layout, epoch, position, self._counters)
-        buffers = Buffers(layout.channels_first, len(layout.cached), layout.config.gpu)
+        buffers = Buffers(layout.channels_first, len(layout.cached), layout.kept_buffers, layout.config.gpu)
         return Producer(layout, epoch, position, self._counters, buffers)
 
     def _start_process(self) -> None:
@@ -242,7 +242,8 @@ class BatchSource:
         try:
             if self._closed:
                 raise closed()
-            return other.next(replace(config, decode_processes=0), epoch, position)  # a process starts slower than this decodes
+            # A decode process starts slower than this decodes, and the GPU may have no memory for a second gpu_cache.
+            return other.next(replace(config, decode_processes=0, gpu_cache=None), epoch, position)
         finally:
             other.close()
             self._others.discard(other)

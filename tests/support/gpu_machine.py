@@ -47,6 +47,7 @@ class GpuMachine:
         streams: Number of CUDA streams that were made.
         most_streams: Largest number of streams in use at a time.
         free_bytes: Free memory of each GPU in bytes.
+        allocated: Bytes that were allocated on GPUs.
         page_locked: Shapes of the tensors that were made in page-locked memory.
     """
 
@@ -61,7 +62,7 @@ class GpuMachine:
         self.pipelines: list[dict[str, Any]] = []
         self.stream_events: list[tuple[str, int, int]] = []
         self.streams = self.most_streams = self._streams_in_use = 0
-        self.free_bytes, self.page_locked = 60 << 30, list[tuple[int, ...]]()
+        self.free_bytes, self.allocated, self.page_locked = 60 << 30, 0, list[tuple[int, ...]]()
         self._lock = threading.Lock()
         self._add_driver(library)
         self._add_torch()
@@ -170,6 +171,7 @@ class GpuMachine:
                 raise torch.OutOfMemoryError(f"{size} bytes")
             else:
                 tensor = make_tensor(*shape, **options)
+                machine.allocated += size
             if pin_memory:
                 machine.page_locked.append(tuple(tensor.shape))
             return tensor
