@@ -51,7 +51,7 @@ def test_claims_that_are_never_free_or_impossible_are_passed_over(
         monkeypatch.setattr("fcntl.fcntl", unsupported)
     else:
         (group / "claims00").mkdir()
-    found, stats = run(small, tmp_path, num_threads=5)
+    found, stats = run(small, tmp_path, num_threads=5, prefetch=2)  # tasks of a batch each
     assert same(found, expected)
     assert stats["disk_written_bytes"] > 0
     assert (NEVER_FREE in caplog.text) == (cause == "a process that does not continue")

@@ -42,7 +42,7 @@ def test_a_batch_of_any_layout_gets_its_frames(dtype: type[np.generic], layout: 
     slots, out, copiers = Slots(7, SHAPE[2:]), LAYOUTS[layout](dtype), Workers("copy", threads)
     slots.put([0, 2, 3, 5, 6], frames)
     out[:] = 99
-    assert slots.copy_batch(np.array([[5, 0, 5], [-1, 3, 2]]), out, copiers) == {}
+    slots.copy_batch(np.array([[5, 0, 5], [-1, 3, 2]]), out, copiers)
     copiers.stop()
     copiers.join()
     expected = np.stack([frames[3], frames[0], frames[3], np.zeros_like(frames[0]), frames[2], frames[1]]).reshape(SHAPE)

@@ -19,9 +19,9 @@ from dali_stream.errors import MemoryBudgetError
 class GpuSlots(Slots):
     """Decoded frames of one camera, uint8, in the memory of a GPU. See `Slots`.
 
-    No CUDA events are needed. `put` and `gather` return when the GPU has done their work, or `put` is followed by a
-    synchronization of its stream before the decode task ends. A batch is gathered after its tasks, and later batches may
-    overwrite its slots as soon as it was gathered. Nothing uses the stream of the training step.
+    No CUDA events are needed. `put` and `batch` return when the GPU has done their work, or `put` is followed by a
+    synchronization of its stream before the decode task ends. A batch is copied after its tasks, and later batches may
+    overwrite its slots as soon as it was copied. Nothing uses the stream of the training step.
 
     Args:
         count: Number of slots. Their memory is allocated at once.
@@ -69,15 +69,8 @@ class GpuSlots(Slots):
     def _write(self, slots: Sequence[int], frames: torch.Tensor) -> None:
         self._on_gpu[torch.tensor(slots, device=self._on_gpu.device)] = frames
 
-    def gather(self, show: Int64) -> torch.Tensor:
-        """Return the frames of a batch, in memory of their own.
-
-        Args:
-            show: Slot of each frame, shape (B, T). -1 for zeros.
-
-        Returns:
-            Tensor of shape (B, T, height, width, channels) on the GPU.
-        """
+    def batch(self, show: Int64, *_: Any) -> torch.Tensor:
+        """Return the frames of a batch, a tensor of shape (B, T, height, width, channels) on the GPU. See `Slots.batch`."""
         with torch.cuda.stream(self._stream), self._explained("a batch cannot be copied", self._on_gpu.nbytes // 2):
             slots = torch.from_numpy(np.where(show < 0, len(self._on_gpu) - 1, show).reshape(-1)).to(self._on_gpu.device)
             frames = self._on_gpu.index_select(0, slots)
@@ -95,7 +88,7 @@ class GpuSlots(Slots):
 
 
 def copy_sample(frames: torch.Tensor, sample: int, of: int) -> None:
-    """Overwrite the frames of a sample with those of another one, in a batch from `gather`. Wait until the GPU has done it."""
+    """Overwrite the frames of a sample with those of another one, in a batch from `GpuSlots`, and wait for it."""
     stream = torch.cuda.Stream(frames.device)
     with torch.cuda.stream(stream):
         frames[sample] = frames[of]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.checks.arrays import Int64, Mask
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.observe.tracing import span
@@ -87,10 +88,25 @@ class Slots:
         """Free the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
-    def copy_batch(
-        self, show: Int64, out: npt.NDArray[Any], copiers: Workers, is_read: Mask | None = None
-    ) -> dict[int, DaliStreamError]:
-        """Copy the frames of a batch.
+    def batch(self, show: Int64, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
+        """Return the frames of a batch, in memory of their own.
+
+        Args:
+            show: Slot of each frame, shape (B, T). -1 for zeros.
+            buffers: Pool of memory for batches.
+            dtype: Type of the frames, uint8 or float32, unless the slots have another type than uint8.
+            copiers: Threads that help the calling thread to copy.
+
+        Returns:
+            Array of shape (B, T, height, width, channels).
+        """
+        # `decode.depth` converts the values of depth cameras.
+        frames = buffers.take((*show.shape, *self.shape), dtype if self.dtype is np.uint8 else self.dtype)
+        self.copy_batch(show, frames, copiers)
+        return frames
+
+    def copy_batch(self, show: Int64, out: npt.NDArray[Any], copiers: Workers, is_read: Mask | None = None) -> None:
+        """Copy the frames of a batch. Those of samples that failed are undefined, see `failed`.
 
         Args:
             show: Slot of each frame, shape (B, T). -1 for zeros.
@@ -98,9 +114,6 @@ class Slots:
                 values divided by 255. In memory, the channels may precede height and width.
             copiers: Threads that help the calling thread to copy.
             is_read: Whether each frame is in `out` already, shape (B · T,). Default: None, if no frame is.
-
-        Returns:
-            {sample that failed: error of its first frame that failed}. The frames of these samples in `out` are undefined.
         """
         slots, frames = show.reshape(-1), out.reshape(-1, *out.shape[2:])
         count = max(_COPY_BYTES // max(out.nbytes // max(len(slots), 1), 1), 1)
@@ -116,7 +129,6 @@ class Slots:
         self._copy(shares)
         for other in others:
             other.result()
-        return self.failed(show)
 
     def failed(self, show: Int64) -> dict[int, DaliStreamError]:
         """Return {sample that failed: error of its first frame that failed}. See `copy_batch` for `show`."""

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from dali_stream.cache.buffers import Buffers, ReadFrames
-from dali_stream.cache.gpu_slots import GpuSlots
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.checks.arrays import NONE, Array, Int64
@@ -86,16 +85,13 @@ class SlotWork:
         self._slots, self._plan, self._read, self.tasks, self.failed = slots, plan, read, tasks, failed
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
-        if isinstance(self._slots, GpuSlots):
-            self.failed |= self._slots.failed(self._plan.show)
-            return self._slots.gather(self._plan.show)
+        show = self._plan.show
         if self._read is not None:
-            self.failed |= self._slots.copy_batch(self._plan.show, self._read.frames, copiers, self._read.is_read)
-            return self._read.frames
-        # Only uint8 is converted to another type. `decode.depth` converts the values of depth cameras.
-        own = dtype if self._slots.dtype is np.uint8 else self._slots.dtype
-        frames = buffers.take((*self._plan.show.shape, *self._slots.shape), own)
-        self.failed |= self._slots.copy_batch(self._plan.show, frames, copiers)
+            frames = self._read.frames
+            self._slots.copy_batch(show, frames, copiers, self._read.is_read)
+        else:
+            frames = self._slots.batch(show, buffers, dtype, copiers)
+        self.failed |= self._slots.failed(show)
         return frames
 
 

@@ -6,10 +6,9 @@ import copy
 import time
 from concurrent.futures import CancelledError
 
-import torch
+import numpy as np
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.gpu_slots import copy_sample
 from dali_stream.checks.arrays import NONE
 from dali_stream.decode.depth import Distances
 from dali_stream.errors import DaliStreamError, DecodeError, MemoryBudgetError
@@ -120,10 +119,12 @@ class Producer:
                 batch.substituted.append((files[sample], error))
                 of = good[sample % len(good)]
                 for values in (*batch.columns.values(), *batch.frames.values()):
-                    if isinstance(values, torch.Tensor):
-                        copy_sample(values, sample, of)
-                    else:
+                    if isinstance(values, np.ndarray | list):
                         values[sample] = values[of]
+                    else:
+                        from dali_stream.cache.gpu_slots import copy_sample
+
+                        copy_sample(values, sample, of)
                 for texts in batch.texts.values():
                     texts[sample] = copy.deepcopy(texts[of])  # annotations, which the user may change
                 batch.columns[SUBSTITUTE][sample] = True
