@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.batches import check_identities
 from support.datasets import TOP, VIDEO, read_lengths
+from support.servers import Server
 
 from dali_stream import DaliStreamError, Loader, Mixture
 from dali_stream.pipeline.layout import Layout
@@ -57,17 +58,21 @@ def decoded(loader: Loader) -> tuple[float, float]:
     return grown["decoded_frames"] / grown["frames"], grown["stored_frames"] / grown["frames"]
 
 
-def test_frames_of_several_small_batches_share_a_clip(demo: Path) -> None:
+@pytest.mark.parametrize("ways", [(), ("disk",), ("remote",), ("remote", "disk")], ids=" ".join)
+def test_frames_of_several_small_batches_share_a_clip(demo: Path, tmp_path: Path, ways: tuple[str, ...]) -> None:
     """While a thread decodes, the batches that wait for it are decoded together afterwards."""
-    lengths = read_lengths(demo)
-    with Loader(
-        demo, num_threads=1, in_process=True, **SETTINGS | {"batch_size": 2, "image_size": None, "last_batch": "partial"}
-    ) as loader:
+    lengths, folder = read_lengths(demo), tmp_path if "disk" in ways else None
+    options = SETTINGS | {"batch_size": 2, "image_size": None, "last_batch": "partial", "frame_cache": folder}
+    with ExitStack() as stack:
+        root = stack.enter_context(Server(demo)).url if "remote" in ways else demo
+        loader = stack.enter_context(Loader(root, num_threads=1, in_process=True, **options))
         for batch in loader:
             check_identities(batch, TOP, None, lengths)
         stats = loader.stats()
     assert stats["frames"] == 2 * sum(lengths.values())  # of two cameras
     assert stats["decoded_frames"] / stats["clips"] > 8
+    if "remote" in ways:
+        assert stats["fetched_bytes"] < 1.1 * sum(path.stat().st_size for path in demo.rglob("*.*")), "nothing is fetched twice"
 
 
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])

@@ -151,7 +151,12 @@ class FramesOnDisk:
         schedule.frames[self._camera].adds_to_disk = self.is_open
 
     def start(
-        self, workers: Workers, plan: FramePlan, reads: Reads, tasks: Sequence[Callable[[], list[Wanted]]], decoding: Decoding
+        self,
+        workers: Workers,
+        plan: FramePlan,
+        reads: Reads,
+        tasks: Sequence[Callable[[], tuple[list[Wanted], Decoding]]],
+        decoding: Decoding,
     ) -> tuple[list[Future[None]], list[Future[None]], ReadFrames | None]:
         """Start the tasks of a batch.
 
@@ -159,9 +164,9 @@ class FramesOnDisk:
             workers: Decode threads.
             plan: Plan of the batch.
             reads: Frames to read. Those that are missing or damaged on disk are decoded.
-            tasks: For each task, a function that returns its frames to decode, in the thread that decodes them. Those that
-                were added to the disk meanwhile are read.
-            decoding: How frames are decoded.
+            tasks: For each task, a function that returns its frames to decode, and how, in the thread that decodes them. Those
+                that were added to the disk meanwhile are read.
+            decoding: How frames are decoded that cannot be read.
 
         Returns:
             Reads in progress, `tasks` in progress, and the memory of the batch if frames are read directly into it.
@@ -176,7 +181,7 @@ class FramesOnDisk:
         bounds = (slice(count * part // parts, count * (part + 1) // parts) for part in range(parts))
         reading = [workers.submit(self._read, reads, batch, part, records, decoding) for part in bounds]
         first = _random.randrange(max(len(tasks), 1))  # runs with the same batches begin with different tasks
-        started = [workers.submit(self._begin, task, decoding) for task in (*tasks[first:], *tasks[:first])]
+        started = [workers.submit(self._begin, task) for task in (*tasks[first:], *tasks[:first])]
         return reading, started[len(tasks) - first :] + started[: len(tasks) - first], batch
 
     def add(self, frames: Iterable[tuple[WantedFrame, Mapping[int, int], npt.NDArray[Any]]]) -> None:
@@ -229,8 +234,8 @@ class FramesOnDisk:
         if damaged:
             self._decode(decoding.frames(damaged), decoding)
 
-    def _begin(self, task: Callable[[], list[Wanted]], decoding: Decoding) -> None:
-        self._decode(task(), decoding)
+    def _begin(self, task: Callable[[], tuple[list[Wanted], Decoding]]) -> None:
+        self._decode(*task())
 
     def _decode(self, frames: Sequence[Wanted], decoding: Decoding) -> None:
         """Decode the frames of a task that are not on disk, and that no other process decodes."""

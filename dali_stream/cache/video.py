@@ -369,6 +369,13 @@ class _View(StoreView):
             if not kept or kept[-1].stop < block.stop:
                 kept.append(block)
 
+    def joined(self, other: Store) -> Store | None:
+        """See `Store.joined`."""
+        if not isinstance(other, _View) or other.store is not self.store:
+            return None
+        blocks = [(path, block) for view in (self, other) for path, kept in view._files.items() for block in kept]
+        return _View(self.store, max(self._batch, other._batch), blocks)
+
     def read(self, path: str, start: int, stop: int) -> bytes:
         blocks = self._files.get(path, [])
         place = bisect.bisect_right(blocks, start, key=lambda block: block.start) - 1

@@ -81,8 +81,12 @@ class ImageDecoder:
         if self._on_disk is None:
             return SlotWork(self._slots, planned, [workers.submit(self._decode, own) for own in tasks], {})
         decoding = Decoding(self._frames(planned.reads, episodes), self._decode)
-        begin = [functools.partial(list[_Frame], own) for own in tasks]
-        reading, started, batch = self._on_disk.start(workers, planned, planned.reads, begin, decoding)
+
+        def begin(own: list[_Frame]) -> tuple[list[_Frame], Decoding]:
+            return own, decoding
+
+        begins = [functools.partial(begin, own) for own in tasks]
+        reading, started, batch = self._on_disk.start(workers, planned, planned.reads, begins, decoding)
         return SlotWork(self._slots, planned, reading + started, {}, batch)
 
     def close(self) -> None:

@@ -84,23 +84,26 @@ class _Task:
     future: Future[None]
 
     def __init__(self, store: Store, frames: list[_Frame]) -> None:
-        self.store, self._frames = store, frames
-        self._lock, self._begun = threading.Lock(), False
+        self._store: Store | None = store
+        self._lock, self._frames = threading.Lock(), frames
 
     def add(self, store: Store, frames: list[_Frame], most: int) -> bool:
         """Add frames of a later batch, unless the task has begun or would have more than `most`. Return whether it has them."""
         with self._lock:
-            if self._begun or store is not self.store or len(self._frames) + len(frames) > most:
+            if self._store is None or len(self._frames) + len(frames) > most:
                 return False
-            self._frames += frames
+            if (joined := self._store.joined(store)) is None:
+                return False
+            self._store, self._frames = joined, self._frames + frames
             return True
 
-    def begin(self) -> list[_Frame]:
-        """Return the frames in the order of the files, and keep none of them. None can be added any more."""
+    def begin(self) -> tuple[Store, list[_Frame]]:
+        """Return the store, and the frames in the order of the files. None can be added any more, and none are kept."""
         with self._lock:
-            self._begun = True
-            frames, self._frames = self._frames, []
-        return sorted(frames, key=lambda frame: (frame.file.path, frame.packet))
+            store, frames = self._store, self._frames
+            self._store, self._frames = None, []
+        assert store is not None
+        return store, sorted(frames, key=lambda frame: (frame.file.path, frame.packet))
 
 
 def _decode_divided(
@@ -195,9 +198,16 @@ class TorchcodecDecoder(VideoFiles):
             frames = zip(*(column[numbers].tolist() for column in columns), strict=True)
             return [_Frame(number, indices[episode], records[episode], episode, *own) for episode, *own in frames]
 
+        def decoding(store: Store) -> Decoding:
+            return Decoding(unread, functools.partial(self._decode, store), functools.partial(self._packet_hashes, store))
+
+        def begin(task: _Task) -> tuple[list[_Frame], Decoding]:
+            own, frames = task.begin()
+            return frames, decoding(own)
+
         # If these frames cannot be read from disk, the blocks of their encoded video were not fetched, so the file is read.
-        decoding = Decoding(unread, functools.partial(self._decode, store), functools.partial(self._packet_hashes, store))
-        reading, started, batch = self._on_disk.start(workers, planned, reads, [task.begin for task in tasks], decoding)
+        begins = [functools.partial(begin, task) for task in tasks]
+        reading, started, batch = self._on_disk.start(workers, planned, reads, begins, decoding(store))
         for task, future in zip(tasks, started, strict=True):
             task.future = future
         return SlotWork(self._slots, planned, reading + [task.future for task in tasks + added_to], failed, batch)
@@ -272,7 +282,7 @@ class TorchcodecDecoder(VideoFiles):
         return indices
 
     def _begin(self, task: _Task) -> None:
-        self._decode(task.store, task.begin())
+        self._decode(*task.begin())
 
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames, and put them into slots, in a decode thread. If a frame fails, each batch is decoded by itself.

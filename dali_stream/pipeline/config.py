@@ -165,7 +165,8 @@ class Config:
         """Number of batches in progress: `prefetch`, but at most an epoch, or enough to keep all threads busy.
 
         There are more than 16, or than two per thread, only if their frames take at most 1/8 of `memory_budget` or `gpu_cache`,
-        and if they can share clips: video of local files. They take at most half of `gpu_cache`.
+        and only for video of local files, since fetched video and encoded images of batches in progress take memory, too. They
+        take at most half of `gpu_cache`.
         """
         if self.prefetch is not None:
             return min(self.prefetch, self.batches.count(0))

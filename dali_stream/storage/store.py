@@ -124,6 +124,10 @@ class Store(abc.ABC):
         """
         return self
 
+    def joined(self, other: Store) -> Store | None:
+        """Return a store that has in memory what this one and another one have. None if they are of different files."""
+        return self if other is self else None
+
     def read_all(self, path: str) -> bytes:
         """Return all bytes of a file. A small file takes one read, and no request for its size."""
         head = self.read(path, 0, SMALL)
