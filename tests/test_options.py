@@ -95,7 +95,8 @@ def test_seed_and_shuffle_choose_the_order(rows_only: Dataset) -> None:
 def test_as_many_batches_are_made_ahead_as_asked_for(small: Path) -> None:
     expected = batches_of(Dataset(small), image_dtype="uint8", batch_size=4)
     for ahead in (1, 7):
-        with Loader(small, batch_size=4, prefetch=ahead, image_dtype="uint8") as loader:
+        # With this number of threads, batches do not share clips.
+        with Loader(small, batch_size=4, prefetch=ahead, image_dtype="uint8", num_threads=8) as loader:
             batches, planned = iter(loader), 0
             got = [next(batches)]
             while planned < 1 + ahead:  # one is delivered, and `ahead` more are made without being asked for
