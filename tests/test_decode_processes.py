@@ -59,7 +59,7 @@ def test_batches_are_the_same(options: dict[str, Any], small: Path, remote: list
     with Loader(small, **OTHERS, **options) as loader, Loader(small, **HERE, **options) as here:
         same(loader, here)
         assert len(decoding()) == 1
-        assert len(remote) >= 10
+        assert len(remote) >= 5  # small batches share clips
         counted = sum(remote) - OPTIONS["num_threads"] * max(remote)  # a clip of each thread may be on its way to its slots
         stats = loader.stats()
         assert stats["frames"] == here.stats()["frames"]
