@@ -26,8 +26,8 @@ class ExternalSource:
     """
 
     def __init__(self, layout: Layout, producer: Producer | ProducerProcess) -> None:
-        self._config, self._producer, self._on_gpu = layout.config, producer, layout.in_gpu_cache
-        self._in_memory = [camera for camera in layout.cached if camera not in self._on_gpu]
+        self._config, self._producer = layout.config, producer
+        self._on_gpu, self._in_memory = layout.in_gpu_cache, layout.in_memory
         self.on_dali = layout.on_dali
         self.batches: deque[FinishedBatch] = deque()
 

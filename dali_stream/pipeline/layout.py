@@ -49,6 +49,11 @@ class Layout:
         config = self.config
         return [key for key in self.cached if config.gpu_cache is not None and not config.source.features[key].is_depth]
 
+    @cached_property
+    def in_memory(self) -> list[str]:
+        """Cameras whose decoded frames are in the CPU's memory."""
+        return [key for key in self.cached if key not in self.in_gpu_cache]
+
     @property
     def uses_dali(self) -> bool:
         """Whether a DALI graph makes the batches: for a GPU, for a user's function, or if DALI decodes a camera."""
@@ -97,7 +102,7 @@ class Layout:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(videos.file != NONE))
                 indices[camera] = config.indices.of(camera, first, source.data_store)
-        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.cached if camera not in self.in_gpu_cache}
+        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.in_memory}
         return Sizes(
             lengths=source.lengths,
             batch_size=config.batches.largest,

@@ -243,7 +243,7 @@ class Planner:
     """
 
     def __init__(self, layout: Layout, epoch: int, position: int, counters: Counters, buffers: Buffers) -> None:
-        self._config, self._counters, self._in_gpu_cache = layout.config, counters, layout.in_gpu_cache
+        self._config, self._counters, self._in_memory = layout.config, counters, layout.in_memory
         config, source, sizes, parts = layout.config, layout.config.source, layout.sizes, layout.parts
         self._schedule = Schedule(
             EpisodeTable(source.lengths, source.cameras, source.videos if source.data_store.remote else ()),
@@ -293,8 +293,7 @@ class Planner:
         memory.
         """
         # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
-        cached = {key: cache.cached for key, cache in self._schedule.frames.items() if key not in self._in_gpu_cache}
-        frames = sum(count * self._config.frame_bytes(key) for key, count in cached.items())
+        frames = sum(self._schedule.frames[key].cached * self._config.frame_bytes(key) for key in self._in_memory)
         kinds = *self._reading.episodes.bytes_by_kind, self._reading.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 

@@ -35,7 +35,7 @@ def required_memory(layout: Layout) -> RequiredMemory:
     Args:
         layout: Configuration of the loader, with the decoders.
     """
-    config, cameras = layout.config, [camera for camera in layout.cached if camera not in layout.in_gpu_cache]
+    config, cameras = layout.config, layout.in_memory
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
     value_bytes = np.dtype(layout.copied_dtype).itemsize
