@@ -150,7 +150,7 @@ class Loader:
             cgroup, and at most half of its file system.
         gpu_cache: Memory of the GPU for decoded frames, in bytes or as a text such as "4GiB", in which 28,000 frames of 224×224
             fit. Batches are then copied within the GPU, and frames that NVDEC decodes do not leave it. Depth stays in the
-            CPU's memory, and this process makes the batches. The memory is taken when batches start. Default: none, so
+            CPU's memory, and this process makes the batches. It is allocated when batches start. Default: none, so
             decoded frames are in the CPU's memory, within `memory_budget`.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, otherwise of the environment variables `RANK` and `WORLD_SIZE`, otherwise 0 and 1. Iterating raises an

@@ -287,7 +287,7 @@ class TorchcodecDecoder(VideoFiles):
     def _decode(self, store: Store, frames: list[_Frame]) -> None:
         """Decode frames, and put them into slots, in a decode thread. If a frame fails, each batch is decoded by itself.
 
-        Which frames fail therefore does not depend on the batches that share a task.
+        The frames that fail therefore do not depend on the batches that share a task.
 
         Raises:
             RouteChange: If NVDEC cannot decode a frame, and the CPU can, or if the GPU's memory is not enough.
@@ -368,7 +368,7 @@ class TorchcodecDecoder(VideoFiles):
     def _decode_clip(self, expected: VideoFormat, file: VideoIndex, clip: Clip) -> Iterator[tuple[list[int], Any, int]]:
         """Decode a clip in parts, to frames in the size of batches. See `decode_resized`.
 
-        Frames that NVDEC decodes for slots in the GPU's memory stay there, as tensors.
+        Frames that NVDEC decodes for slots in the GPU's memory stay on the GPU, as tensors.
 
         Raises:
             RouteChange: If the GPU cannot resize frames.

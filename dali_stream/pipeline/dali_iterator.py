@@ -81,7 +81,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         if prepared is None:  # before the first run, and after an error
             self._prepare()
         else:
-            prepared.result()  # it is done, since this thread has run it
+            prepared.result()  # does not wait, since this thread has run it
         with self._turns.lock, _named_errors():
             self._turns.begin(self)
             super()._schedule_runs(release_outputs)

@@ -224,7 +224,7 @@ def test_the_compatibility_page_has_the_versions_of_the_project() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it. CI names the one that it has built."""
+    """The site as `make docs` builds it. CI names the site that it has built."""
     if "SITE" in os.environ:
         return Path(os.environ["SITE"])
     folder = tmp_path_factory.mktemp("site")
