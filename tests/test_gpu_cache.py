@@ -92,7 +92,7 @@ def test_a_camera_that_moves_to_the_cpu_keeps_its_cache(plain: Path, gpu_machine
     expected, _ = epochs(plain, decode="torchcodec", image_dtype="uint8")
 
     def fail(frames: list[int]) -> None:
-        if gpu_machine.decoded > before + 40:
+        if gpu_machine.decoded > before:  # not for the first clips of the two threads
             raise RuntimeError("NVDEC has no surface")
 
     with Loader(plain, **OPTIONS, image_dtype="uint8", gpu_cache="1GiB") as loader:
