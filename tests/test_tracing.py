@@ -58,8 +58,11 @@ def test_each_stage_has_the_number_of_its_batch(traced: list[dict[str, Any]]) ->
     for event in traced:
         if event["ph"] == "X":
             batches[event["name"]].add(event["args"].get("batch"))
-    for stage in ("plan", "rows", "gather", "pack", "decode", "starved", "copy", "graph"):
+    for stage in ("plan", "rows", "gather", "starved", "copy", "graph"):
         assert {0, 1, 2} <= batches[stage], stage
+    for stage in ("pack", "decode"):  # a clip may hold frames of later batches, and has the number of its first one
+        assert 0 in batches[stage], stage
+    for stage in ("plan", "rows", "gather", "pack", "decode", "starved", "copy", "graph"):
         assert None not in batches[stage], stage
     assert batches["training"] == {0, 1}
     assert batches["fetch video"] & {0, 1, 2}
