@@ -89,7 +89,7 @@ test-lerobot: install ## compare LeRobot's training script on a Loader with its 
 NEWEST := .venv-newest-$(DALI_EXTRA)
 # Tests of decoders, then of identity, then of routes.
 DECODING := bad_video clips codecs containers decodes depth edit_lists frame_size other_sizes resizing turned work \
-    delivered_frames frame_cache loader parity timestamps dali_route rate routes torchcodec_cuda
+    delivered_frames frame_cache loader parity timestamps dali_route routes torchcodec_cuda
 
 test-newest: ## run the tests of decoders with the newest torch and torchcodec, or TORCH=2.14.1 TORCHCODEC=0.14.0 (8 GB)
 	INSTALL=libraries bash docker/install.sh
