@@ -49,12 +49,6 @@ Frames = npt.NDArray[np.uint8]
 Audited = Callable[[Samples], npt.NDArray[np.bool_]]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip, and indices of its frames, increasing
 
-STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
-"""Settings of all pipelines, which `empty_pipeline` reads when it is called.
-
-With one stream per backend, DALI's default, another operator may reuse the buffers of a decoder while they are still being
-copied. This follows from the sources of DALI 2.4. Only this setting was run on a GPU."""
-
 
 class WindowRequest(NamedTuple):
     """Frames and packets of one sample, which is a window of one episode.
@@ -277,8 +271,10 @@ def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int
         device_id=gpu,
         prefetch_queue_depth=prefetch,
         exec_dynamic=True,  # permits passing buffers to torch without a copy
-        stream_policy=STREAMS,
-        concurrency=CONCURRENCY,
+        # With one stream per backend, DALI's default, another operator may reuse the buffers of a decoder while they are still
+        # being copied. This follows from the sources of DALI 2.4. Only this setting was run on a GPU.
+        stream_policy=StreamPolicy.SINGLE,
+        concurrency=OperatorConcurrency.BACKEND,
     )
 
 

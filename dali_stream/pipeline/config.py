@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,9 +173,9 @@ class Config:
         task = max((task_frames(self.source.features[key].frame_size) for key in self.source.cameras), default=TASK_FRAMES)
         if self.frame_folder is not None:
             task = max(task, READ_FRAMES)
-        frame_bytes = sum(self.windows.steps(camera) * self.frame_bytes(camera) for camera in self.source.cameras)
         # With a frame cache on disk, frames may be read into the memory of their batches.
-        batch_bytes = max(self.batches.batch_size * frame_bytes * (1 if self.frame_folder is None else 2), 1)
+        copies = 1 if self.frame_folder is None else 2
+        batch_bytes = max(self.batches.batch_size * self.sample_bytes(self.source.cameras) * copies, 1)
         shared = not self.source.images and not self.source.data_store.remote
         affordable = (self.gpu_cache or self.memory_budget) // 8 // batch_bytes if shared else 0
         number = batches_in_progress(self.num_threads, self._batch_frames, task, affordable)
@@ -195,6 +195,10 @@ class Config:
         """Memory of the entries of a row in the tables that locate its frames, in bytes."""
         cameras, remote = self.source.cameras, self.source.data_store.remote
         return EpisodeTable.row_bytes(len(cameras), len(self.source.videos) if remote else 0)
+
+    def sample_bytes(self, cameras: Iterable[str]) -> int:
+        """Return the bytes of the decoded frames of cameras in a sample."""
+        return sum(self.windows.steps(camera) * self.frame_bytes(camera) for camera in cameras)
 
     def squeezed(self, camera: str) -> bool:
         """Return whether a sample has a single frame of a camera, without a time axis.

@@ -102,7 +102,7 @@ class Layout:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(videos.file != NONE))
                 indices[camera] = config.indices.of(camera, first, source.data_store)
-        frame_bytes = {camera: config.frame_bytes(camera) for camera in self.in_memory}
+        direct = filter(self.reads_directly, self.in_memory)
         return Sizes(
             lengths=source.lengths,
             batch_size=config.batches.largest,
@@ -113,13 +113,13 @@ class Layout:
             indices=indices,
             windows={camera: config.windows.widest(camera) for camera in source.videos},
             fetched=source.data_store.remote,
-            frame_bytes=sum(frame_bytes.values()),
+            frame_bytes=sum(map(config.frame_bytes, self.in_memory)),
             scattered=config.arguments.shuffle == "global",
             needed=max(map(len, self.needed.values()), default=None),
             # Slots, and the memory of batches into which frames are read directly.
             in_progress_bytes=config.in_progress
             * config.batches.largest
-            * sum(config.windows.steps(c) * n * (1 + self.reads_directly(c)) for c, n in frame_bytes.items()),
+            * (config.sample_bytes(self.in_memory) + config.sample_bytes(direct)),
         )
 
     @cached_property
@@ -133,17 +133,17 @@ class Layout:
 
     def _kept_on_gpu(self) -> int:
         """Return how many frames of each camera gpu_cache holds beside those of the batches in progress."""
-        config, frame_bytes = self.config, {camera: self.config.frame_bytes(camera) for camera in self.in_gpu_cache}
+        config, frame_bytes = self.config, sum(map(self.config.frame_bytes, self.in_gpu_cache))
         assert config.gpu_cache is not None
-        batch = sum(config.batches.largest * config.windows.steps(camera) * size for camera, size in frame_bytes.items())
-        least = config.in_progress * batch + sum(frame_bytes.values())  # and a black frame for each camera
+        batch = config.batches.largest * config.sample_bytes(self.in_gpu_cache)
+        least = config.in_progress * batch + frame_bytes  # and a black frame for each camera
         if least > config.gpu_cache:
             raise MemoryBudgetError(
                 f"gpu_cache must be at least {least} bytes for {config.in_progress} batches in progress, got "
                 f'{config.gpu_cache}. Use a larger gpu_cache, such as "{budget_text(least)}", or a smaller prefetch or '
                 "batch_size"
             )
-        return min((config.gpu_cache - least) // sum(frame_bytes.values()), self.sizes.frames)
+        return min((config.gpu_cache - least) // frame_bytes, self.sizes.frames)
 
     @property
     def keeps_all(self) -> bool:
