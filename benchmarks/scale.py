@@ -4,8 +4,8 @@
 
 The program writes the datasets to FOLDER unless they exist. They take 3 GB, with hard links counted once, and the frame cache
 on disk takes 15 GB. Each measurement
-runs in a separate process. Times are CPU seconds. Memory is that of the process, minus its memory after all imports and one
-batch of a small dataset.
+runs in a separate process, and the Loader works in that process. Times are CPU seconds. Memory is that of the process, minus
+its memory after all imports and one batch of a small dataset.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Bench:
 
     def loader(self, dataset: Any, **settings: Any) -> dali_stream.Loader:
         """Return a Loader of uint8 frames of the recorded size."""
-        return dali_stream.Loader(dataset, batch_size=BATCH, image_dtype="uint8", device="cpu", seed=1, **settings)
+        return dali_stream.Loader(
+            dataset, batch_size=BATCH, image_dtype="uint8", device="cpu", seed=1, in_process=True, **settings
+        )
 
     def open(self) -> dict[str, Any]:
         """Measure the time and memory of opening the large dataset."""
