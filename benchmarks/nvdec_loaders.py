@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from argument_types import count
-from program import Rows, cpu_s, on_gpu
+from program import Rows, on_gpu
 
 import dali_stream
 from dali_stream.checks.frame_size import frame_size
 from dali_stream.system import cpu
+from dali_stream.tools import environment
 
 STATS = (
     *("clips", "decoded_frames", "read_s", "pack_s", "decode_s", "resize_s", "plan_s", "rows_s", "gather_s", "graph_s"),
@@ -79,13 +80,13 @@ def epoch(loader: dali_stream.Loader, device: str) -> dict[str, float]:
     """Measure an epoch."""
     before, batches, frames = loader.stats(), iter(loader), 0
     next(batches)
-    began, used = time.perf_counter(), cpu_s()
+    began, used = time.perf_counter(), environment.cpu_s()
     for batch in batches:
         frames += len(batch["index"]) * len(loader.dataset.cameras)
     if device != "cpu":
         torch.cuda.synchronize(device)
     seconds, after = time.perf_counter() - began, loader.stats()
-    rates = {"frames_per_s": round(frames / seconds), "cores": round((cpu_s() - used) / seconds, 2)}
+    rates = {"frames_per_s": round(frames / seconds), "cores": round((environment.cpu_s() - used) / seconds, 2)}
     return rates | {key: round(after[key] - before[key], 3) for key in STATS}
 
 

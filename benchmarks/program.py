@@ -84,12 +84,6 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
-def cpu_s() -> float:
-    """Return the CPU seconds of this process and of the processes that it has started and that are running."""
-    started = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in started)
-
-
 def have_started(count: int) -> bool:
     """Return whether this process has at least `count` descendants that all share memory, as they do once torch is imported."""
     started = psutil.Process().children(recursive=True)

@@ -62,6 +62,17 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["timeline"][-1]["s"] <= found["wallclock_s"]
 
 
+def test_cpu_and_memory_of_the_process_of_a_loader_count(
+    capsys: pytest.CaptureFixture[str], demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DALI_STREAM_IN_PROCESS")
+    found = bench(capsys, demo)
+    decoded = found["decoded_per_delivered_frame"] * found["frames"]
+    assert found["cpu_s_per_sample"] * found["samples"] > found["cpu_ms"]["decoded_frame"] / 1000 * decoded / 2
+    status = Path("/proc/self/status").read_text()
+    assert found["peak_rss_bytes"] > int(re.search(r"VmHWM:\s*(\d+)", status)[1]) * 1024 + 50e6  # torch, twice
+
+
 def test_reads_of_a_frame_cache_are_not_the_time_of_a_decoded_frame(
     capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path
 ) -> None:

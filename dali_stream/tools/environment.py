@@ -14,6 +14,8 @@ import time
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+import psutil
+
 import dali_stream
 from dali_stream.storage.local_files import replace_text
 
@@ -89,14 +91,15 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def memory_bytes(figure: str) -> int | None:
-    """Return the memory of this process in bytes, or None without /proc.
+def memory_bytes(figure: str, process: int | str = "self") -> int | None:
+    """Return the memory of a process in bytes, or None without /proc.
 
     Args:
-        figure: "VmRSS" for the current memory, or "VmHWM" for its peak.
+        figure: "VmRSS" for the current memory, "VmHWM" for its peak, or "RssShmem" for the shared part of the current memory.
+        process: Number of the process. Default: this process.
     """
     with contextlib.suppress(OSError):
-        if kibibytes := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+        if kibibytes := re.search(rf"{figure}:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text()):
             return int(kibibytes[1]) * 1024
     return None
 
@@ -108,8 +111,23 @@ def forget_peak() -> None:
 
 
 def peak_rss() -> int:
-    """Return the peak memory of this process since its start or the last `forget_peak`, in bytes."""
-    return memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return the peak memory of this process since its start or the last `forget_peak`, in bytes.
+
+    The peaks of the processes that it has started and that are running are added. What they share with it counts once.
+    """
+    started = [process.pid for process in psutil.Process().children(recursive=True)]
+    own = memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shared = [memory_bytes("RssShmem", process) or 0 for process in (os.getpid(), *started)]
+    return own + sum(memory_bytes("VmHWM", process) or 0 for process in started) - (sum(shared) - max(shared))
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of the processes that it has started and that are running."""
+    total = time.process_time()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:

@@ -174,7 +174,7 @@ class _Clock:
             each entry of `Loader.stats`.
         """
         self._together()
-        before, cpu, started = self._loader.stats(), time.process_time(), time.perf_counter()
+        before, cpu, started = self._loader.stats(), environment.cpu_s(), time.perf_counter()
         rows = self.take(batches, "timed batches")
         self._together()
         if not batches:
@@ -182,7 +182,7 @@ class _Clock:
         measured = {
             "rows": rows,
             "wallclock_s": time.perf_counter() - started,
-            "cpu_s": time.process_time() - cpu,
+            "cpu_s": environment.cpu_s() - cpu,
             "sums": {key: value - before[key] for key, value in self._loader.stats().items()},
             "timeline": [
                 {"s": row["ended"] - started, **{key: value - before[key] for key, value in row["counters"].items()}}
