@@ -441,8 +441,10 @@ class Loader:
     def resume(self, *, epoch: int, batch: int) -> None:
         """Continue without a saved state, from the number of steps of a checkpoint.
 
-        The dataset, the order and the global batch must be those of the run. The Loader cannot check them, because the number
-        of steps says nothing about them. Prefer `load_state_dict`. Call this method before the first iteration.
+        If another loader delivered the batches before, or a Loader with another dataset, order or global batch, some samples
+        of this epoch repeat, and others are missing. The Loader cannot check this, because the number of steps says nothing
+        about them. At the start of an epoch, with `batch=0`, no sample repeats. Prefer `load_state_dict`. Call this method
+        before the first iteration.
 
         Args:
             epoch: Epoch of the checkpoint, from 0.
@@ -456,13 +458,20 @@ class Loader:
         self._check_not_begun("resume")
         self._epoch, self._position = epoch_number(epoch), self._config.batches.start_of(from_zero("batch", batch))
         self._begin = None
-        _log.warning(
-            "resumed at batch %d of epoch %d, position %d, without a state: the samples are those that follow in the "
-            "interrupted run if its dataset, its global batch of %d samples and its %s were those of this Loader",
-            *(batch, epoch, self._position, self._config.batches.stride, ", ".join(self._config.order_state())),
-        )
-        if not self._config.batches.count(self._position):
+        batches = self._config.batches
+        if not batches.count(self._position):
             self._epoch, self._position = self._epoch + 1, 0
+        if not self._position:
+            _log.info("resumed at the start of epoch %d, without a state", self._epoch)
+            return
+        _log.warning(
+            "resumed at batch %d of epoch %d, position %d, without a state. Samples of this epoch may repeat, and others may "
+            "be missing, unless a Loader with the same dataset, a global batch of %d samples and the same %s delivered the "
+            "batches before. To begin with epoch %d, in which no sample repeats, resume from a checkpoint at step %d, or with "
+            "epoch=%d, batch=0",
+            *(batch, epoch, self._position, batches.stride, ", ".join(self._config.order_state())),
+            *(epoch + 1, (epoch + 1) * len(self), epoch + 1),
+        )
 
     @property
     def routes(self) -> dict[str, Route]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,28 @@ def test_a_step_that_no_epoch_has_is_refused(rows: Dataset) -> None:
         next(iter(loader))
         with pytest.raises(ResumeError, match="resume must be called before iteration begins"):
             loader.resume(epoch=0, batch=0)
+
+
+def test_a_resume_without_a_state_names_where_no_sample_repeats(rows: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    """A run of another order repeats samples when it is resumed within an epoch, but not at the step that the warning names."""
+    whole = set(range(rows.num_frames))
+    with make(rows, batch_size=8, seed=1, last_batch="partial") as other:
+        seen = samples(itertools.islice(other, 2))
+    with make(rows, batch_size=8, last_batch="partial") as loader:
+        loader.resume(epoch=0, batch=2)
+        assert set(seen) & set(samples(loader)), "samples repeat"
+        steps = len(loader)
+    assert "Samples of this epoch may repeat, and others may be missing" in caplog.text
+    [(step, epoch, batch)] = re.findall(r"from a checkpoint at step (\d+), or with epoch=(\d+), batch=(\d+)", caplog.text)
+    assert divmod(int(step), steps) == (int(epoch), int(batch))
+    caplog.clear()
+    with make(rows, batch_size=8, last_batch="partial") as loader:
+        loader.resume(epoch=int(epoch), batch=int(batch))
+        assert sorted(samples(loader)) == sorted(whole)
+    with make(rows, batch_size=8, last_batch="partial") as loader:
+        loader.resume(epoch=0, batch=steps)  # as a checkpoint at the end of an epoch says it
+        assert sorted(samples(loader)) == sorted(whole)
+    assert "may repeat" not in caplog.text
 
 
 def test_resumed_epochs_roll_over(rows: Dataset) -> None:
