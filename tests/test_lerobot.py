@@ -14,11 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from support import lerobot_script
 from support.clouds import Hub
+from support.datasets import ODD_CAMERA, change_info, image_file
 from support.lerobot_script import MapDataset
 from support.slow import slow, slow_after
 
@@ -30,7 +35,7 @@ from dali_stream.integrations.lerobot import parts
 from dali_stream.integrations.lerobot.arguments import split_arguments
 from dali_stream.system import cpu
 
-TOP, SIDE = "observation.images.top", "observation.images.side"
+TOP, SIDE, TOUCH = (f"observation.images.{name}" for name in ("top", "side", "touch"))
 Train = Callable[..., Any]
 PREPARE = Accelerator.prepare
 
@@ -106,6 +111,76 @@ def test_frames_have_the_dtype_of_the_dataset(demo: Path) -> None:
             assert next(iter(loader))[TOP].dtype == dtype
 
 
+def with_images(root: Path) -> torch.Tensor:
+    """Add a camera of images in rows to a dataset, and return its frames by `index`, as LeRobot 0.6.1 delivers them."""
+    frames = []
+    for path in sorted(root.glob("data/*/*.parquet")):
+        table, files = pq.read_table(path), []
+        for episode, frame in zip(table["episode_index"].to_pylist(), table["frame_index"].to_pylist(), strict=True):
+            image = np.random.default_rng([episode, frame]).integers(0, 256, (16, 24, 3), np.uint8)
+            files.append({"bytes": image_file(Image.fromarray(image)), "path": None})
+            frames.append(torch.from_numpy(image).movedim(-1, 0).to(torch.float32).div(255))
+        column = pa.array(files, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+        pq.write_table(table.append_column(TOUCH, column), path)
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    change_info(root, features=features | {TOUCH: {"dtype": "image", "shape": [16, 24, 3], "names": None}})
+    return torch.stack(frames)
+
+
+@pytest.mark.usefixtures("gamma_of_lerobot")
+def test_images_in_rows_are_float32_beside_video_of_uint8(demo_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As LeRobot 0.6.1 delivers them whatever `return_uint8` is. Its transforms get what it delivers."""
+    images = with_images(demo_copy)
+
+    def batch(transform: Any = None, workers: int = 2, **arguments: Any) -> dict[str, Any]:
+        dataset = MapDataset(demo_copy, [1], _return_uint8=True, image_transforms=transform)
+        with lerobot.make_loader(dataset, batch_size=8, device="cpu", num_workers=workers, **arguments) as loader:
+            return next(iter(loader))
+
+    plain, whole = batch(), batch(image_dtype="uint8")  # without transforms, there is no work for workers
+    wanted = images[plain["index"]]
+    assert torch.equal(plain[TOUCH], wanted)
+    assert plain[TOUCH].dtype == torch.float32
+    assert whole[TOUCH].dtype == torch.uint8
+    assert plain.keys() == whole.keys()
+    for key in plain.keys() - {TOUCH}:
+        assert plain[key] == whole[key] if isinstance(plain[key], list) else torch.equal(plain[key], whole[key])
+    halved, brighter = batch(Halved(), 0), batch(GammaCorrection(), 0)
+    for transformed, factor, exponent in ((halved, 0.5, 1), (brighter, 1, 0.5)):
+        assert torch.equal(transformed[TOUCH], wanted**exponent * factor)
+        assert (transformed["index"].tolist(), transformed["task"]) == (plain["index"].tolist(), plain["task"])
+    assert torch.equal(halved[TOP], plain[TOP] // 2)
+    assert torch.equal(brighter[TOP], ((plain[TOP] / 255) ** 0.5 * 255).round().to(torch.uint8))
+    assert caplog.text.count("have no effect on uint8 frames: GammaCorrection") == 1
+
+
+@pytest.mark.slow
+def test_workers_transform_cameras_of_both_types(demo_copy: Path) -> None:
+    with_images(demo_copy)
+    dataset = MapDataset(demo_copy, [1], _return_uint8=True, image_transforms=Halved())
+    with (
+        lerobot.make_loader(dataset, batch_size=8, device="cpu") as here,
+        lerobot.make_loader(dataset, batch_size=8, device="cpu", num_workers=2) as there,
+    ):
+        for ours, theirs in zip(here, there, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in (TOP, SIDE, TOUCH, "index", "action"))
+            assert ours["task"] == theirs["task"]
+
+
+@pytest.mark.usefixtures("gamma_of_lerobot")
+def test_a_dataset_of_images_is_float32(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def frames(**arguments: Any) -> Any:
+        dataset = MapDataset(odd, delta_timestamps=None, **arguments)
+        with lerobot.make_loader(dataset, batch_size=8, device="cpu") as loader:
+            return next(iter(loader))[ODD_CAMERA]
+
+    plain = frames(_return_uint8=True)
+    assert plain.dtype == torch.float32
+    assert torch.equal(plain, frames(_return_uint8=False))
+    assert torch.equal(frames(_return_uint8=True, image_transforms=GammaCorrection()), plain**0.5)
+    assert "uint8" not in caplog.text  # LeRobot's transform has an effect on these frames
+
+
 def test_a_feature_that_is_not_delivered_is_an_error(demo: Path) -> None:
     dataset = MapDataset(demo)
     dataset.meta.features["observation.depth"] = {"dtype": "video", "shape": (1,)}
@@ -121,7 +196,11 @@ def test_a_streamed_dataset_is_read_from_the_hub(demo: Path, tmp_path: Path, mon
         streamed = MapDataset(demo, streaming_from_local=False)
         streamed.meta.root = tmp_path
         metadata = streamed.meta
-        for dataset in (streamed, metadata):
+        newer = MapDataset(
+            demo, streaming_from_local=False, _data_root=f"hf://datasets/owner/robot@{hub.commit('datasets/owner/robot')}"
+        )
+        newer.meta.root = tmp_path
+        for dataset in (streamed, newer, metadata):
             with (
                 lerobot.make_loader(dataset, batch_size=4, device="cpu", image_size=(24, 32)) as loader,
                 lerobot.make_loader(MapDataset(demo), batch_size=4, device="cpu", image_size=(24, 32)) as local,
@@ -210,6 +289,13 @@ class GammaCorrection:
 
     def __call__(self, frame: torch.Tensor) -> torch.Tensor:
         return frame**0.5 if frame.is_floating_point() else frame
+
+
+class Halved:
+    """A transform that keeps the type of frames."""
+
+    def __call__(self, frame: torch.Tensor) -> torch.Tensor:
+        return frame * 0.5 if frame.is_floating_point() else frame // 2
 
 
 class ImageTransforms:
@@ -557,6 +643,7 @@ def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(
     for path in (tmp_path / "3/training_state").glob("dali_stream*"):
         path.unlink()
     assert train(steps=5, resume=True, checkpoint_path=tmp_path / "3").steps == whole.steps[3:]
+    assert f"in which no sample repeats, resume from a checkpoint at step {len(whole.loader)}," in caplog.text
     step_file = tmp_path / "3/training_state/training_step.json"
     saved = json.loads(step_file.read_text())
     assert ("does not contain the number of its processes" in caplog.text) == ("dp_world_size" not in saved)
@@ -646,14 +733,59 @@ def test_transforms_of_batches_need_a_lerobot_that_has_them(train: Train, script
         train(image_transforms=SimpleNamespace(enable=True, backend="gpu"))
 
 
-def test_another_folder_of_the_new_streaming_class_is_refused(train: Train, demo: Path, tmp_path: Path, script: Any) -> None:
+def test_files_are_read_from_the_streaming_data_root(script: Any, train: Train, demo: Path, tmp_path: Path) -> None:
+    """The metadata come from the dataset's own folder, which has nothing else."""
+    metadata, files = tmp_path / "metadata", tmp_path / "files"
+    shutil.copytree(demo / "meta", metadata / "meta")
+    for name in ("data", "videos"):
+        shutil.copytree(demo / name, files / name)
     lerobot.patch()
-    config = lerobot_script.config(demo, tmp_path)
-    config.dataset.streaming_data_root = "s3://bucket/data"
+    whole = train()
+    ours = script.train(lerobot_script.config(metadata, tmp_path, streaming_data_root=str(files)))
+    ours.loader.close()
+    assert ours.steps == whole.steps
+    assert all(torch.equal(ours.frames[n][key], whole.frames[n][key]) for n in range(4) for key in (TOP, SIDE))
+
+
+def test_a_streaming_data_root_that_is_not_known_is_an_error(train: Train, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(self: Any, root: Path, episodes: Any, data_root: str) -> None:
+        MapDataset.__init__(self, root, episodes)
+
+    monkeypatch.setattr(lerobot_script.StreamedDataset, "__init__", made)
+    lerobot.patch()
     with pytest.raises(
-        ValueError, match=r"--dataset\.streaming_data_root must not be given with a Loader, .* got 's3://bucket/data'"
+        DaliStreamError, match=r"streaming_data_root must be .* _data_root of StreamedDataset, got 's3://bucket'"
     ):
-        script.train(config)
+        train(streaming_data_root="s3://bucket")
+
+
+WORKERS = ("--num_workers", "--prefetch_factor", "--persistent_workers", "--dataloader_multiprocessing_context")
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "transforms", "told"),
+    [
+        ([], {}, False, ()),
+        (["--prefetch_factor=4", "--num_workers", "4"], {}, False, WORKERS[:2]),  # the defaults, but given
+        ([], {"num_workers": 2, "persistent_workers": False}, False, (WORKERS[0], WORKERS[2])),  # as from a file
+        (["--num_workers=0", "--dataloader_multiprocessing_context=null"], {"num_workers": 0}, True, WORKERS[3:]),
+    ],
+)
+def test_settings_of_workers_without_effect_are_told(
+    words: list[str],
+    values: dict[str, Any],
+    transforms: bool,
+    told: tuple[str, ...],
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In one warning. Image transforms are applied by `num_workers` processes."""
+    monkeypatch.setattr(sys, "argv", ["lerobot-train", *words])
+    lerobot.patch(image_size=(24, 32))
+    train(**values, attributes={"image_transforms": Jitter()} if transforms else {}, steps=1)
+    warnings = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert [re.findall(r"--\w+", text.split(" ha")[0]) for text in warnings] == ([list(told)] if told else [])
 
 
 @pytest.mark.parametrize("most", [0, 20])

@@ -22,8 +22,8 @@ import dali_stream
 class MapDataset(torch.utils.data.Dataset[Any]):
     """The attributes of a LeRobotDataset. It has no items, so a DataLoader fails."""
 
-    def __init__(self, root: Path, episodes: list[int] | None = None, **attributes: Any) -> None:
-        own = dali_stream.Dataset(root)
+    def __init__(self, root: Path, episodes: list[int] | None = None, *, files: Path | None = None, **attributes: Any) -> None:
+        own = dali_stream.Dataset(root, data_files_root=files)
         features = {key: dict(feature) for key, feature in own.features.items()}
         self.meta = SimpleNamespace(
             repo_id="owner/robot", root=root, revision="main", features=features, camera_keys=list(own.cameras)
@@ -31,7 +31,7 @@ class MapDataset(torch.utils.data.Dataset[Any]):
         self.root, self.episodes, self.tolerance_s = root, episodes, 1e-4
         self.delta_timestamps = {"action": [0.0, 1 / own.fps]}
         self.image_transforms = None
-        table = pq.read_table(root / "data", columns=["episode_index", "frame_index"])
+        table = pq.read_table((files or root) / "data", columns=["episode_index", "frame_index"])
         kept = [episodes is None or index in episodes for index in table["episode_index"].to_pylist()]
         self.hf_dataset = SimpleNamespace(data=table.filter(kept))
         vars(self).update(attributes)
@@ -43,13 +43,20 @@ class MapDataset(torch.utils.data.Dataset[Any]):
         raise AssertionError("a DataLoader was used")
 
 
-def config(root: Path, output: Path, **values: Any) -> SimpleNamespace:
+class Config(SimpleNamespace):
+    """A TrainPipelineConfig. Settings with a default are also attributes of the class, as in a dataclass."""
+
+    num_workers = prefetch_factor = 4
+    persistent_workers, dataloader_multiprocessing_context = True, "spawn"
+
+
+def config(root: Path, output: Path, **values: Any) -> Config:
     """A TrainPipelineConfig with what the script reads."""
-    of_dataset = {"episodes": None, "video_backend": "torchcodec", "image_transforms": None}
+    of_dataset = {"episodes": None, "video_backend": "torchcodec", "image_transforms": None, "streaming_data_root": None}
     dataset = SimpleNamespace(**{name: values.pop(name, default) for name, default in of_dataset.items()})
     defaults: dict[str, Any] = {"resume": False, "checkpoint_path": None, "seed": 3, "batch_size": 8, "steps": 4, "save_at": ()}
     given = {"eval_episodes": None, "max_eval_samples": 0, "policy": policy(), "attributes": {}} | defaults | values
-    return SimpleNamespace(root=root, output=output, dataset=dataset, trainable_config=given["policy"], **given)
+    return Config(root=root, output=output, dataset=dataset, trainable_config=given["policy"], **given)
 
 
 def policy(pretrained_path: Path | None = None, **values: Any) -> SimpleNamespace:
@@ -58,6 +65,17 @@ def policy(pretrained_path: Path | None = None, **values: Any) -> SimpleNamespac
     inputs = {key: SimpleNamespace(shape=tuple(shape)) for key, shape in saved.items()}
     defaults = {"device": "cpu", "drop_n_last_frames": 0, "pretrained_path": pretrained_path, "input_features": inputs}
     return SimpleNamespace(**(defaults | values))
+
+
+class StreamedDataset(MapDataset, torch.utils.data.IterableDataset[Any]):
+    """The attributes of a StreamingLeRobotDataset that has `data_root`, as in LeRobot's branch of 2026-07-28."""
+
+    def __init__(self, root: Path, episodes: list[int] | None, data_root: str) -> None:
+        super().__init__(root, episodes, files=Path(data_root))
+        self._data_root, self.streaming_from_local = data_root, True
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a DataLoader was used")
 
 
 class RenameProcessorStep:
@@ -151,6 +169,8 @@ def script(newer: bool = False) -> ModuleType:
 
     def make_train_eval_datasets(cfg: Any) -> tuple[MapDataset, MapDataset | None]:
         eval_dataset = MapDataset(cfg.root, cfg.eval_episodes) if cfg.eval_episodes else None
+        if cfg.dataset.streaming_data_root is not None:
+            return StreamedDataset(cfg.root, cfg.dataset.episodes, cfg.dataset.streaming_data_root), eval_dataset
         return MapDataset(cfg.root, cfg.dataset.episodes, **cfg.attributes), eval_dataset
 
     def make_policy(cfg: Any, ds_meta: Any) -> None:

@@ -42,16 +42,19 @@ def make_loader(
     """Make a Loader that delivers the samples of a LeRobotDataset.
 
     The Loader reads the same files, revision and episodes, with the same windows and tolerance. By default, it does the same as
-    LeRobot's training script: frames are contiguous, they are uint8 if the dataset returns uint8 and float32 otherwise, and the
-    last batch of an epoch is partial. Image transforms are applied to the frames of each sample after they are resized to
-    `image_size`, with random numbers that a resumed run repeats, see `Transformed`. As in LeRobot, depth is not
-    transformed. If frames are uint8 and some transforms of LeRobot have an effect on floats only, all transforms get frames of
-    float32 in [0, 1], and the results are rounded to uint8.
+    LeRobot's training script: frames are contiguous, and the last batch of an epoch is partial. Frames of video are uint8 if
+    the dataset returns uint8, and float32 in [0, 1] otherwise. Frames that are stored as images are float32 in both cases, as
+    in LeRobot up to its main of 2026-08-23. `image_dtype` sets one type for all cameras.
+
+    Image transforms are applied to the frames of each sample after they are resized to `image_size`, with random numbers that a
+    resumed run repeats, see `Transformed`. They get the type above. As in LeRobot, depth is not transformed. If frames of video
+    are uint8 and some transforms of LeRobot have an effect on floats only, all transforms get frames of float32 in [0, 1], and
+    the results for video are rounded to uint8.
 
     Args:
         dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset that streams from
-            the Hub is read from the Hub, without a download. A LeRobotDatasetMetadata is read from its folder, or from the Hub
-            if its folder has no `data`.
+            the Hub is read from the Hub, without a download. If it has a `data_root`, `data/` and `videos/` are read from this
+            address. A LeRobotDatasetMetadata is read from its folder, or from the Hub if its folder has no `data`.
         policy_config: Configuration of a policy. The last `drop_n_last_frames` frames of each episode are not sampled. If the
             dataset has no `delta_timestamps`, those of the policy are used. Default: none.
         batch_size: Number of samples per batch and rank.
@@ -63,7 +66,8 @@ def make_loader(
         loader_arguments: Other arguments of `Loader`.
 
     Returns:
-        Loader, or a `Transformed` Loader if the dataset has transforms. Its `dataset` is a `Dataset` of the same files.
+        Loader, or a `Transformed` Loader if the dataset has transforms, or cameras of both types. Its `dataset` is a `Dataset`
+        of the same files.
 
     Raises:
         ValueError: If the dataset has a feature that a Loader does not deliver, or if a transform is not picklable and
@@ -79,6 +83,7 @@ def make_loader(
         uri,
         revision=revision,
         episodes=getattr(dataset, "episodes", None) if dataset is not meta else None,
+        data_files_root=getattr(dataset, "_data_root", None),
         frames=None if frames is None else dict(frames),
         drop_n_last_frames=getattr(policy_config, "drop_n_last_frames", 0),
         tolerance_s=getattr(dataset, "tolerance_s", _TOLERANCE_S),
@@ -89,18 +94,24 @@ def make_loader(
             f"the dataset must have no features but those that a Loader delivers, got {', '.join(left_out)}. Train with "
             "LeRobot's own DataLoader, or remove them from a copy of the dataset"
         )
+    coloured = [key for key in own.cameras if not own.features[key].is_depth]  # LeRobot does not transform depth
+    videos = [key for key in coloured if own.features[key].is_video]
+    is_uint8 = bool(videos) and getattr(dataset, "_return_uint8", False)
     arguments = {
         "delta_timestamps": deltas,
-        "image_dtype": "uint8" if getattr(dataset, "_return_uint8", False) else "float32",
+        "image_dtype": "uint8" if is_uint8 else "float32",
         "depth_unit": getattr(dataset, "depth_output_unit", "mm"),
         "memory_format": "contiguous",
         "last_batch": "partial",
         **loader_arguments,
     }
     transform = getattr(dataset, "image_transforms", None)
-    coloured = [key for key in own.cameras if not own.features[key].is_depth]  # LeRobot does not transform depth
-    if transform is None or not coloured:
+    images: list[str] = []  # cameras whose frames are float32 beside video of uint8
+    if is_uint8 and not loader_arguments.keys() & {"image_dtype", "dali_graph"}:
+        images = [key for key in coloured if key not in videos]
+    if not images and (transform is None or not coloured):
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
+    num_workers = 0 if transform is None else num_workers
     device, are_floats = arguments.pop("device", "auto"), arguments["image_dtype"] in ("float32", torch.float32)
     if num_workers:
         if (decode := arguments.get("decode", "auto")) not in ("auto", "torchcodec"):
@@ -114,13 +125,22 @@ def make_loader(
             arguments["image_dtype"] = "uint8"  # a quarter of the size; workers divide the frames as a Loader would
     loader = Loader(own, batch_size=batch_size, seed=seed, device="cpu" if num_workers else device, **arguments)
     try:
-        are_bytes = loader._config.image_dtype == "uint8"
-        if are_bytes and are_floats:
-            transform = functools.partial(_divided, transform)
-        elif are_bytes and (names := dict.fromkeys(_for_floats(transform))):
-            _log.warning("Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names))
-            transform = functools.partial(_on_floats, transform)
-        return Transformed(loader, transform, keys=coloured, num_workers=num_workers, device=device)
+        divided = functools.partial(_divided, transform)
+        keys: list[str] | None = coloured  # None: the function gets whole samples
+        if transform is None:
+            transform, keys = divided, images
+        elif loader._config.image_dtype == "uint8" and are_floats:
+            transform = divided
+        elif loader._config.image_dtype == "uint8":
+            if names := dict.fromkeys(_for_floats(transform)):
+                _log.warning(
+                    "Transforms get frames of float32, since these have no effect on uint8 frames: %s", ", ".join(names)
+                )
+                transform = functools.partial(_on_floats, transform)
+            if images:
+                functions = dict.fromkeys(coloured, transform) | dict.fromkeys(images, divided)
+                transform, keys = functools.partial(_by_camera, functions), None
+        return Transformed(loader, transform, keys=keys, num_workers=num_workers, device=device)
     except BaseException:
         loader.close()
         raise
@@ -136,9 +156,14 @@ def _for_floats(transform: Any) -> Iterator[str]:
         yield from _for_floats(part)
 
 
-def _divided(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:
-    """Apply a transform of float32 values in [0, 1] to a uint8 frame."""
-    return transform(frame / 255)
+def _by_camera(functions: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], sample: dict[str, Any]) -> dict[str, Any]:
+    """Apply a function to the frame of each camera of a sample."""
+    return sample | {key: function(sample[key]) for key, function in functions.items()}
+
+
+def _divided(transform: Callable[[torch.Tensor], torch.Tensor] | None, frame: torch.Tensor) -> torch.Tensor:
+    """Convert a uint8 frame to float32 in [0, 1], and apply a transform, if any."""
+    return frame / 255 if transform is None else transform(frame / 255)
 
 
 def _on_floats(transform: Callable[[torch.Tensor], torch.Tensor], frame: torch.Tensor) -> torch.Tensor:

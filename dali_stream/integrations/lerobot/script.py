@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ _SETTINGS = (
     "reward_model.drop_n_last_frames",
 )
 """LeRobot's settings that determine the order."""
+_WORKERS = ("prefetch_factor", "persistent_workers", "dataloader_multiprocessing_context")
+"""LeRobot's settings of a DataLoader's workers that have no effect with a Loader."""
 _ORDER = ("shuffle", "consumers", "episode_pool_size")
 """Arguments of the Loader that determine the order."""
 
@@ -132,6 +135,12 @@ class _Run:
             self._arguments = saved | self._given
             self._config, datasets = cfg, make(cfg)
             self._train, self._eval = datasets if isinstance(datasets, tuple) else (datasets, None)
+            root = _setting(cfg, "dataset.streaming_data_root")
+            if root is not None and isinstance(self._train, IterableDataset) and not hasattr(self._train, "_data_root"):
+                raise DaliStreamError(
+                    f"--dataset.streaming_data_root must be an attribute _data_root of {type(self._train).__name__}, got "
+                    f"{root!r} and no such attribute. Use --dataset.root or --dataset.repo_id"
+                )
             if size := self._arguments.get("image_size"):
                 self._set_size(size)
             return datasets
@@ -285,10 +294,20 @@ class _Run:
 
     def _train_loader(self, batch_size: int, num_workers: int) -> Loader | Transformed:
         self._loader = self._make(self._train, batch_size, policy_config=self._policy, num_workers=num_workers)
+        self._tell_without_effect()
         if self._checkpoint is not None:
             self._resume(self._loader, batch_size, *self._checkpoint)
         _log.info("LeRobot's training script loads data through %r", self._loader)
         return self._loader
+
+    def _tell_without_effect(self) -> None:
+        """Warn about settings of the DataLoader's workers that the user has given and that have no effect."""
+        names = _WORKERS if getattr(self._train, "image_transforms", None) is not None else ("num_workers", *_WORKERS)
+        if given := [f"--{name}" for name in names if _is_given(self._config, name)]:
+            verb = "has" if len(given) == 1 else "have"
+            _warn(
+                "%s %s no effect. %snum_threads and %sprefetch set those of the Loader", ", ".join(given), verb, PREFIX, PREFIX
+            )
 
     def _resume(self, loader: Loader | Transformed, batch_size: int, checkpoint: Path, step: int) -> None:
         """Continue from the Loader's state in a checkpoint or, if the checkpoint contains none, from its number of steps."""
@@ -396,6 +415,13 @@ def _setting(config: Any, name: str) -> Any:
     return config
 
 
+def _is_given(config: Any, name: str) -> bool:
+    """Return whether a setting is on the command line, or differs from its default, which is an attribute of the class."""
+    words = (word.partition("=")[0] for word in sys.argv[1:])
+    value = getattr(config, name, None)
+    return f"--{name}" in words or value != getattr(type(config), name, value)
+
+
 def _check_settings(config: Any) -> None:
     """Refuse settings that a Loader cannot follow, and warn about those that have no effect."""
     transforms = _setting(config, "dataset.image_transforms")
@@ -404,11 +430,6 @@ def _check_settings(config: Any) -> None:
             parts.find(parts.AUGMENTATION)
         except DaliStreamError as error:
             raise DaliStreamError(f"--dataset.image_transforms.backend must be dataloader, got {backend!r}. {error}") from error
-    if (root := _setting(config, "dataset.streaming_data_root")) is not None:
-        raise ValueError(
-            f"--dataset.streaming_data_root must not be given with a Loader, which reads the dataset itself, got {root!r}. "
-            "Use --dataset.repo_id or --dataset.root"
-        )
     if (backend := _setting(config, "dataset.video_backend")) not in (None, "torchcodec"):
         _warn(
             "--dataset.video_backend=%s has no effect, since the Loader decodes with torchcodec or DALI. %sdecode chooses one "
