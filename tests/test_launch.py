@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState
@@ -112,6 +113,41 @@ def test_accelerate_leaves_the_loader_as_it_is_or_is_told_why_not(demo: Path, ac
             with pytest.raises(AttributeError, match=r"splits batches by rank.*load_state_dict"):
                 wrong(loader)
         assert not hasattr(loader, "batch_sampler")
+
+
+def test_a_state_within_an_accumulation_has_the_samples_and_not_the_gradients(odd: Path, tmp_path: Path) -> None:
+    """Two batches make a step. A state that is saved where `sync_gradients` is true has both."""
+    saved: list[tuple[int, bool]] = []
+
+    def trained(resumed: int = 0) -> tuple[list[list[int]], torch.Tensor]:
+        """The samples and the weights of the rest of six batches. Saves a state after each batch unless it resumes one."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+        with Loader(Dataset(odd, cameras=[]), batch_size=2, device="cpu") as loader:
+            accelerator.register_for_checkpointing(loader)
+            if resumed:
+                accelerator.load_state(tmp_path / str(resumed))
+            seen = []
+            for number, batch in zip(range(resumed + 1, 7), loader, strict=False):
+                seen.append(batch["index"].tolist())
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["observation.state"].float()).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not resumed:
+                    accelerator.save_state(tmp_path / str(number))
+                    saved.append((number, accelerator.sync_gradients))
+        return seen, model.weight.detach().clone()
+
+    seen, weights = trained()
+    assert saved == [(number, number % 2 == 0) for number in range(1, 7)]
+    for number, at_step in saved[:-1]:
+        rest, resumed = trained(number)
+        assert rest == seen[number:]
+        assert torch.equal(resumed, weights) == at_step
 
 
 def test_deepspeed_needs_the_batch_size_as_a_number(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
