@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, one_of
-from dali_stream.checks.text import listed
+from dali_stream.checks.text import html_table, listed
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, TORCHCODEC_CUDA, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, StorageError, counted
@@ -318,6 +318,17 @@ class Loader:
         batches = f"{len(self)} batch{'' if len(self) == 1 else 'es'} of {self._config.batches.batch_size}"
         rank = f"rank {self._ranks.rank} of {self._ranks.world_size}"
         return f"{type(self).__name__}({uri!r}: {batches}; {routes}{rank}{'; closed' if self._closed else ''})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: dataset, batches, position, and the decoder of each camera."""
+        rows = [
+            ("dataset", self.dataset.uri),
+            ("batches of an epoch", f"{len(self):,} of {self._config.batches.batch_size} samples"),
+            ("next batch", "none, since it is closed" if self._closed else f"{self.batch_index} of epoch {self._epoch}"),
+            ("rank", f"{self._ranks.rank} of {self._ranks.world_size}"),
+        ]
+        routes = self._batch_source.routes.items()
+        return html_table("Loader", [*rows, *((camera, f"{route.decoder}: {route.reason}") for camera, route in routes)])
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on each rank."""

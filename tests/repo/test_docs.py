@@ -30,6 +30,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
+from nbclient import NotebookClient
+from nbformat import v4
 from PIL import Image
 from support.servers import Server
 from support.slow import slow
@@ -147,8 +149,9 @@ def test_arguments_of_public_classes_exist() -> None:
 
 
 def with_python() -> list[Any]:
-    """The pages with blocks of Python. All but two are slow."""
-    names = [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()]
+    """The pages with blocks of Python, except for the cells of a notebook. All but two are slow."""
+    pages = [path for path in PAGES if path.name != "notebooks.md" and "```python" in path.read_text()]
+    names = [str(path.relative_to(ROOT)) for path in pages]
     return [name if name in ("README.md", "docs/api/loader.md") else slow(name) for name in names]
 
 
@@ -164,7 +167,22 @@ def test_python_code_runs(
     namespace: dict[str, Any] = {"__name__": "page"}
     with Server(demo) as server:
         for _, text in code("python", [ROOT / page]):
-            exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
+            text = text.replace("s3://bucket/dataset", server.url).replace("start_http_server(9464)", "start_http_server(0)")
+            exec(compile(text, page, "exec"), namespace)
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_page_on_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Jupyter kernel, without the installation. Each cell that ends in a value displays a table, a picture or text."""
+    blocks = [block for _, block in code(None, [ROOT / "docs/notebooks.md"]) if "\n" in block and "pip install" not in block]
+    assert any(block.startswith("!") for block in blocks)
+    book = v4.new_notebook(cells=[v4.new_code_cell(block.strip()) for block in blocks])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [set(output.data) for cell in book.cells for output in cell.outputs if output.output_type == "execute_result"]
+    kinds = [data & {"text/html", "image/png"} for data in shown]
+    assert kinds == [{"text/html"}, {"image/png"}, {"text/html"}, set()]
+    assert not [output for cell in book.cells for output in cell.outputs if output.get("name") == "stderr"]
 
 
 def test_a_page_begins_with_a_sentence() -> None:
