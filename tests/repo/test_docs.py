@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from matplotlib.transforms import Bbox
 from nbclient import NotebookClient
 from nbformat import v4
 from PIL import Image
+from py_mini_racer import MiniRacer
 from support.servers import Server
 from support.slow import slow
 
@@ -295,6 +296,63 @@ def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
         workers = [page.parent / name for name in Resources(page).scripts if name.endswith("iframe-worker.js")]
         assert workers, page
         assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
+
+
+# What a worker has in a browser. `answer` is its last message.
+BROWSER = """
+var self = globalThis, console = {warn() {}}, answer, handle;
+function addEventListener(name, listener) { handle = listener; }
+function postMessage(message) { answer = message; }
+"""
+SETUP, QUERY = 0, 2  # types of messages
+FIRST = {  # {what a user types: the section that comes first}
+    "Prometheus": "tracing.html#prometheus",
+    "notebook": "notebooks.html",
+    "Jupyter": "notebooks.html",
+    "Colab": "notebooks.html",
+    "offline": "remote.html#offline-machines",
+    "NFS": "remote.html#nfs-and-other-network-file-systems",
+    "proxy": "remote.html#proxies",
+    "30 fps data at 10 fps": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
+    "frame rate": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
+    "pin_memory": "answers.html#does-it-need-pin_memory-non_blocking",
+    "licence": "answers.html#under-which-licence-license-is-it",
+    "license": "answers.html#under-which-licence-license-is-it",
+}
+
+
+@pytest.fixture(scope="module")
+def first_hit(site: Path) -> Iterator[Callable[[str], str]]:
+    """Return the address of the best section of the first page that the search finds."""
+    [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
+    index = json.loads((site / "search/search_index.js").read_text().partition(" = ")[2])
+    engine = MiniRacer()
+
+    def ask(kind: int, data: object) -> Any:
+        engine.eval(f"answer = null; handle({{data: {json.dumps({'type': kind, 'data': data})}}}); 0")
+        return json.loads(str(engine.eval("JSON.stringify(answer)")))
+
+    def first(query: str) -> str:
+        pages = ask(QUERY, query)["data"]["items"]
+        return str(max(pages[0], key=lambda section: section["score"])["location"]) if pages else ""
+
+    try:
+        engine.eval(BROWSER + worker.read_text())
+        ask(SETUP, {**index, "options": {}})
+        yield first
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", FIRST)
+def test_the_first_hit_answers(query: str, first_hit: Callable[[str], str]) -> None:
+    assert first_hit(query) == FIRST[query]
+
+
+@pytest.mark.slow
+def test_a_word_that_no_page_has_finds_nothing(first_hit: Callable[[str], str]) -> None:
+    assert first_hit("xylophone") == ""
 
 
 GALLERY = {
