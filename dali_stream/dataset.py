@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.checks.arguments import byte_count, from_zero, known_arguments, one_of
-from dali_stream.checks.text import listed
+from dali_stream.checks.text import html_table, listed
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot import selection
 from dali_stream.lerobot.address import commit_of, local_copy, opened, resolved
@@ -367,6 +367,17 @@ class Dataset(DatasetFiles):
     def __repr__(self) -> str:
         contents = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
         return f"Dataset({self.uri!r}: {contents}, cameras: {listed(self.cameras)})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: address, version, sizes and features."""
+        seconds = self.num_frames / self.fps
+        rows = [
+            ("address", self.uri),
+            ("version", self.version),
+            ("episodes", f"{self.num_episodes:,}"),
+            ("frames", f"{self.num_frames:,} at {self.fps:g} fps, {seconds:,.0f} s"),
+        ]
+        return html_table("Dataset", [*rows, *((key, f"{each.dtype} {each.shape}") for key, each in self.features.items())])
 
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.checks.arguments import epoch_number, from_zero, known_arguments, one_of
-from dali_stream.checks.text import listed
+from dali_stream.checks.text import html_table, listed
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import DECODE, TORCHCODEC_CUDA, Route, choose_routes
 from dali_stream.errors import DaliStreamError, MemoryBudgetError, ResumeError, StorageError, counted
@@ -249,6 +249,8 @@ class Loader:
         self.normalizer = make_normalizer(self.dataset, self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
+        self._delivered_at = self._constructed
+        self._waiting_since: float | None = None  # time at which `next` began to wait, if it is waiting
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
         self._batch_source = self._make_batch_source(decode, dali_graph)
         self._state_reader: threading.Thread | None = None
@@ -318,6 +320,17 @@ class Loader:
         batches = f"{len(self)} batch{'' if len(self) == 1 else 'es'} of {self._config.batches.batch_size}"
         rank = f"rank {self._ranks.rank} of {self._ranks.world_size}"
         return f"{type(self).__name__}({uri!r}: {batches}; {routes}{rank}{'; closed' if self._closed else ''})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: dataset, batches, position, and the decoder of each camera."""
+        rows = [
+            ("dataset", self.dataset.uri),
+            ("batches of an epoch", f"{len(self):,} of {self._config.batches.batch_size} samples"),
+            ("next batch", "none, since it is closed" if self._closed else f"{self.batch_index} of epoch {self._epoch}"),
+            ("rank", f"{self._ranks.rank} of {self._ranks.world_size}"),
+        ]
+        routes = self._batch_source.routes.items()
+        return html_table("Loader", [*rows, *((camera, f"{route.decoder}: {route.reason}") for camera, route in routes)])
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on each rank."""
@@ -482,6 +495,8 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Return counters and times since the loader was made. Those of its process are as of the last batch delivered.
 
+        Other threads may call this method, also while the loader waits for a batch.
+
         Counters:
 
         - `batches`, `samples`: Number of batches and samples delivered.
@@ -516,6 +531,11 @@ class Loader:
         - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 
+        Times until now, in seconds, which show a run that has stopped:
+
+        - `waiting_s`: Time that `next()` has been waiting for the batch that it will return. 0 if no `next()` is running.
+        - `since_batch_s`: Time since the last batch was delivered, or since construction.
+
         Remote data (these are 0 for local data):
 
         - `requests`, `retries`: Number of requests and of retries since the dataset was opened.
@@ -530,6 +550,8 @@ class Loader:
         """
         counters = self._counts()
         counters["needed_bytes"] += self._config.indices.bytes_read if self._config.source.data_store.remote else 0
+        now, since = time.perf_counter(), self._waiting_since
+        counters |= {"waiting_s": 0.0 if since is None else now - since, "since_batch_s": now - self._delivered_at}
         return counters | self._batch_source.memory()
 
     def _counts(self) -> dict[str, Any]:
@@ -640,14 +662,16 @@ class Loader:
 
     def _next(self) -> Batch:
         """Return the batch at the current position, which stays the same."""
-        started = time.perf_counter()
+        started = self._waiting_since = time.perf_counter()
         with profiled("dali_stream: next batch"):
             try:
                 batch = self._normalized(self._batch_source.next(self._config, self._epoch, self._position))
             except StorageError as error:
                 waited = time.perf_counter() - started
                 raise StorageError(f"{error}. The training loop waited {waited:.1f} s for this batch") from error
-        now = time.perf_counter()
+            finally:
+                self._waiting_since = None
+        now = self._delivered_at = time.perf_counter()
         self._counters.add(batches=1, wait_s=now - started)
         if self._counters.first_batch_s is None:
             self._counters.first_batch_s = now - self._constructed

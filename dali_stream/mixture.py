@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dali_stream.checks.arguments import known_arguments, one_of
-from dali_stream.checks.text import listed
+from dali_stream.checks.text import html_table, listed
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted, prefixed
 from dali_stream.lerobot import fingerprint, mixture_file
@@ -314,6 +314,12 @@ class Mixture:
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
         return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: the share and the size of each dataset."""
+        parts = zip(self.datasets.items(), self.shares.targets, strict=True)
+        rows = [(name, f"{target:.3g} of the samples, from {part.num_frames:,} frames") for (name, part), target in parts]
+        return html_table("Mixture", [("samples of an epoch", f"{len(self):,}"), ("cameras", listed(self.cameras)), *rows])
 
 
 def check_names(argument: str, value: object, datasets: Mapping[str, Any], every: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -122,9 +121,6 @@ def test_options_of_the_interpreter_reach_the_process(demo: Path) -> None:
 
 @pytest.mark.slow
 def test_from_a_notebook(demo: Path, tmp_path: Path) -> None:
-    for module in ("nbclient", "ipykernel"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
     before, after = PROGRAM.split("import itertools")
     cells = [f"import sys; sys.argv = ['', {str(demo)!r}]", before, f"import itertools{after}"]
     runner = f"""

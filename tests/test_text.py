@@ -15,7 +15,7 @@ import pytest
 from support.datasets import TOP, change_episodes, change_info, copied
 from support.slow import slow
 
-from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream import DaliStreamError, Dataset, Loader, Mixture
 from dali_stream.cli import main
 
 # Sets the title of a terminal, clears its screen, reverses the direction of text, and begins another line.
@@ -133,6 +133,17 @@ def test_an_error_shows_hostile_names_as_text(hostile: Path, tmp_path: Path) -> 
     assert f"[/top]{SHOWN}" in str(caught.value)
     assert control_characters(str(caught.value)) == set()
     assert "\n" not in str(caught.value)
+
+
+def test_a_table_in_a_notebook_shows_hostile_names_as_text(hostile: Path) -> None:
+    dataset = Dataset(hostile)
+    with Loader(dataset, device="cpu", batch_size=2, in_process=True) as loader:
+        mixture = Mixture({f"<script>{CONTROL}": dataset})
+        for shown in (dataset._repr_html_(), loader._repr_html_(), mixture._repr_html_()):
+            assert (control_characters(shown), shown.count("\n")) == (set(), 0)
+            assert f"[/top]{SHOWN}" in shown
+            assert "<script>" not in shown
+    assert f"&lt;script&gt;{SHOWN}" in mixture._repr_html_()
 
 
 LONG = "x" * 100_000

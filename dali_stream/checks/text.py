@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import re
 from collections.abc import Iterable
@@ -38,6 +39,24 @@ def listed(names: Iterable[object], nothing: str = "none") -> str:
     all_names = list(names)
     more = [f"and {len(all_names) - _LONG_LIST} more"] if len(all_names) > _LONG_LIST else []
     return ", ".join([*map(visible, all_names[:_LONG_LIST]), *more]) or nothing
+
+
+def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    """Return an HTML table that a notebook displays. Text is visible, and never markup.
+
+    Args:
+        title: Caption of the table.
+        rows: Names and values of the rows. After 100 rows, a row has the number of the others.
+    """
+    all_rows = list(rows)
+    more = [("", f"and {len(all_rows) - _LONG_LIST} more")] if len(all_rows) > _LONG_LIST else []
+    shown = [*all_rows[:_LONG_LIST], *more]
+    cells = "".join(f"<tr><th>{_escaped(name)}</th><td>{_escaped(value)}</td></tr>" for name, value in shown)
+    return f"<table><caption>{_escaped(title)}</caption>{cells}</table>"
+
+
+def _escaped(text: object) -> str:
+    return html.escape(visible(text))
 
 
 def make_visible(record: logging.LogRecord) -> bool:

@@ -22,6 +22,8 @@ from rich.text import Text
 
 from dali_stream.checks.text import visible
 
+_TERM_OF_CELLS = "xterm-color"  # value of TERM that IPython's kernel sets, see `ZMQInteractiveShell.init_environment`
+
 
 class _Console(Console):
     """Console that prints strings as they are, without markup, and with control characters escaped."""
@@ -95,13 +97,17 @@ class Show(Protocol):
 def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
     """Show a progress bar on stderr, if it is a terminal. The bar disappears at the end.
 
+    A cell of a notebook shows no bar, since it cannot move the cursor back. Its commands have a terminal, which only TERM
+    tells from others: IPython's kernel sets it.
+
     Args:
         description: Text before the bar, which can be changed with each update. Default: "".
         enabled: Whether to show the bar at all. Default: True.
     """
     console = Console(stderr=True)
+    shown = enabled and console.is_terminal and os.environ.get("TERM") != _TERM_OF_CELLS
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task(description, total=None)
 
         def show(done: int, total: int, description: str = description) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from dali_stream.cli import arguments, console, datasets, kinds, runs
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.sheet import Depth
+    from dali_stream.tools.picture import BatchSheet
 
 _PLOTTED = 4  # maximum number of episodes of a dataset without cameras
 _ACTION = "Give the key of a feature with --action"
@@ -70,21 +69,11 @@ def preview(
             "rank": rank,
             "world_size": world_size,
         }
-        sheet = _of_batch(opened, plots or not opened.cameras, action, loaded, saved, chosen)
-    _save(sheet, out)
+        drawn = _of_batch(opened, plots or not opened.cameras, action, loaded, saved, chosen)
+    from dali_stream.tools import sheet
 
-
-@dataclass(frozen=True)
-class _Sheet:
-    """Content of a sheet: a title, a batch, its windows, the keys of its images and of the features to plot, and the meaning
-    of its distances."""
-
-    title: str
-    batch: Mapping[str, Any]
-    windows: Mapping[str, list[float]]
-    images: list[str]
-    numbers: list[str]
-    depth: Mapping[str, Depth]
+    sheet.save(out, drawn.title, drawn.samples)
+    console.say(f"{out}: {counted(len(drawn.samples), 'sample')} of {', '.join(drawn.keys)}")
 
 
 def _of_batch(
@@ -94,7 +83,7 @@ def _of_batch(
     options: dict[str, Any],
     state: Mapping[str, Any] | None,
     chosen: tuple[int, int] | None,
-) -> _Sheet:
+) -> BatchSheet:
     """Return the sheet with a batch.
 
     Args:
@@ -105,7 +94,7 @@ def _of_batch(
         state: State of a run, or None for a new Loader.
         chosen: Epoch and index of the batch. None for the first batch, or for the last one before `state` was saved.
     """
-    from dali_stream.tools import sheet
+    from dali_stream.tools import picture, sheet
 
     numbers = sheet.plotted(dataset, action) if plots else []
     shown = [*dataset.cameras, *numbers]
@@ -121,14 +110,7 @@ def _of_batch(
         if state is not None:
             loader.load_state_dict(state)
         epoch, number = chosen or ((0, 0) if state is None else _last(loader, state, options))
-        batch = loader.batch_at(epoch, number)
-    place = f"epoch {epoch}, batch {number}, seed {options['seed']}"
-    if options["world_size"] > 1:
-        place += f", rank {options['rank']} of {options['world_size']}"
-    title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, {place}"
-    images = sheet.image_keys(batch, dataset)
-    numbers = [key for key in numbers if key in batch]
-    return _Sheet(title, batch, options["delta_timestamps"], images, numbers, _depth(dataset, images, options["depth_unit"]))
+        return picture.batch_sheet(loader, epoch, number, numbers, options, f". {_ACTION}")
 
 
 def _last(loader: dali_stream.Loader, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int]:
@@ -146,33 +128,8 @@ def _last(loader: dali_stream.Loader, state: Mapping[str, Any], options: Mapping
     raise ValueError("--state must be one that was saved after a batch, got the beginning of a run")
 
 
-def _depth(dataset: Dataset | Mixture, images: list[str], unit: str) -> dict[str, Depth]:
-    """Return the meaning of the images that are distances in `unit`, by key."""
-    from dali_stream.decode.depth import distance_of_nothing
-    from dali_stream.tools.sheet import Depth
-
-    features = {key: dataset.features[key] for key in images if key in dataset.features}
-    return {key: Depth(unit, distance_of_nothing(each, unit)) for key, each in features.items() if each.is_depth}
-
-
-def _save(drawn: _Sheet, out: Path) -> None:
-    from dali_stream.tools import sheet
-
-    if not drawn.images and not drawn.numbers:
-        raise DatasetError(
-            f"the batch has neither frames nor an action or observations to show, only {listed(drawn.batch)}. {_ACTION}"
-        )
-    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, drawn.numbers, drawn.depth)
-    sheet.save(out, drawn.title, shown)
-    console.say(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *drawn.numbers))}")
-
-
-def _name(dataset: Dataset | Mixture) -> str:
-    return ", ".join(dataset.source.dataset_names) or Path(dataset.uri).name
-
-
 def _plot(dataset: Dataset, out: Path, most: int, action: str | None) -> None:
-    from dali_stream.tools import sheet
+    from dali_stream.tools import picture, sheet
 
     keys = sheet.plotted(dataset, action)
     if not keys:
@@ -180,5 +137,5 @@ def _plot(dataset: Dataset, out: Path, most: int, action: str | None) -> None:
             f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations. {_ACTION}"
         )
     shown = sheet.episodes(dataset, keys, min(most, _PLOTTED))
-    sheet.save(out, f"{_name(dataset)}: {len(shown)} of {counted(dataset.num_episodes, 'episode')}", shown)
+    sheet.save(out, f"{picture.dataset_name(dataset)}: {len(shown)} of {counted(dataset.num_episodes, 'episode')}", shown)
     console.say(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")

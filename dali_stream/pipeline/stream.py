@@ -263,7 +263,8 @@ class BatchSource:
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes. See `Planner.memory`."""
-        return self._stream.producer.memory() if self._stream else dict.fromkeys(MEMORY, 0)
+        stream = self._stream  # a local reference, since another thread may reset the attribute
+        return stream.producer.memory() if stream else dict.fromkeys(MEMORY, 0)
 
     @property
     def ended(self) -> bool:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
+    from dali_stream.tools.picture import preview
     from dali_stream.tools.preparation import MapTasks, PreparedCamera, PrepareReport, PrepareStatus, prepare
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "doctor",
     "index",
     "prepare",
+    "preview",
 ]
 
 _MODULES = {
@@ -36,6 +38,7 @@ _MODULES = {
     "diagnosis": ("DoctorReport", "Finding", "doctor"),
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
+    "picture": ("preview",),
     "preparation": ("MapTasks", "PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
 }
 

@@ -186,16 +186,30 @@ def _gradient(places: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
-    """Draw samples row by row, and write the sheet as PNG.
+    """Draw a sheet, and write it as PNG.
 
     Args:
         path: Path of the PNG.
-        title: Title of the sheet.
-        shown: Samples of one batch, or from `episodes`.
-        columns: Number of columns. Default: the number that brings the sheet closest to 4:3, within a width of 2400 pixels.
+        title, shown, columns: See `draw`.
 
     Raises:
         DaliStreamError: If the PNG cannot be written.
+    """
+    image, text = draw(title, shown, columns), PngImagePlugin.PngInfo()
+    text.add_text("dali_stream", image.info["dali_stream"])
+    try:
+        image.save(path, format="PNG", pnginfo=text)
+    except OSError as error:
+        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}. Give another --out") from error
+
+
+def draw(title: str, shown: Sequence[Sample], columns: int | None = None) -> Image.Image:
+    """Draw samples row by row. `info["dali_stream"]` of the image has the position of each frame and plot as JSON.
+
+    Args:
+        title: Title of the sheet.
+        shown: Samples of one batch, or from `episodes`.
+        columns: Number of columns. Default: the number that brings the sheet closest to 4:3, within a width of 2400 pixels.
     """
     strips = shown[0].strips  # all samples have frames of the same sizes, so all cells are alike
     width = max(LEAST_CELL, sum(_width(strip) + CAMERA_GAP for strip in strips) - CAMERA_GAP)
@@ -232,12 +246,8 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         frames += [place | box for box in page.draw_strips(sample.strips, left, top)]
         plotted += [place | box for box in page.draw_values(sample.values, ranges, left, top + plots, width, plot_height)]
         page.draw_captions(sample, task, left, top + captions, width)
-    text = PngImagePlugin.PngInfo()
-    text.add_text("dali_stream", json.dumps({"title": title, "frames": frames, "plots": plotted}))
-    try:
-        page.image.save(path, format="PNG", pnginfo=text)
-    except OSError as error:
-        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}. Give another --out") from error
+    page.image.info["dali_stream"] = json.dumps({"title": title, "frames": frames, "plots": plotted})
+    return page.image
 
 
 class _Page:

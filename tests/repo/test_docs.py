@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
+from nbclient import NotebookClient
+from nbformat import v4
 from PIL import Image
+from py_mini_racer import MiniRacer
 from support.servers import Server
 from support.slow import slow
 
@@ -147,8 +150,9 @@ def test_arguments_of_public_classes_exist() -> None:
 
 
 def with_python() -> list[Any]:
-    """The pages with blocks of Python. All but two are slow."""
-    names = [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()]
+    """The pages with blocks of Python, except for the cells of a notebook. All but two are slow."""
+    pages = [path for path in PAGES if path.name != "notebooks.md" and "```python" in path.read_text()]
+    names = [str(path.relative_to(ROOT)) for path in pages]
     return [name if name in ("README.md", "docs/api/loader.md") else slow(name) for name in names]
 
 
@@ -164,7 +168,22 @@ def test_python_code_runs(
     namespace: dict[str, Any] = {"__name__": "page"}
     with Server(demo) as server:
         for _, text in code("python", [ROOT / page]):
-            exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
+            text = text.replace("s3://bucket/dataset", server.url).replace("start_http_server(9464)", "start_http_server(0)")
+            exec(compile(text, page, "exec"), namespace)
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_page_on_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Jupyter kernel, without the installation. Each cell that ends in a value displays a table, a picture or text."""
+    blocks = [block for _, block in code(None, [ROOT / "docs/notebooks.md"]) if "\n" in block and "pip install" not in block]
+    assert any(block.startswith("!") for block in blocks)
+    book = v4.new_notebook(cells=[v4.new_code_cell(block.strip()) for block in blocks])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [set(output.data) for cell in book.cells for output in cell.outputs if output.output_type == "execute_result"]
+    kinds = [data & {"text/html", "image/png"} for data in shown]
+    assert kinds == [{"text/html"}, {"image/png"}, {"text/html"}, set()]
+    assert not [output for cell in book.cells for output in cell.outputs if output.get("name") == "stderr"]
 
 
 def test_a_page_begins_with_a_sentence() -> None:
@@ -277,6 +296,63 @@ def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
         workers = [page.parent / name for name in Resources(page).scripts if name.endswith("iframe-worker.js")]
         assert workers, page
         assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
+
+
+# What a worker has in a browser. `answer` is its last message.
+BROWSER = """
+var self = globalThis, console = {warn() {}}, answer, handle;
+function addEventListener(name, listener) { handle = listener; }
+function postMessage(message) { answer = message; }
+"""
+SETUP, QUERY = 0, 2  # types of messages
+FIRST = {  # {what a user types: the section that comes first}
+    "Prometheus": "tracing.html#prometheus",
+    "notebook": "notebooks.html",
+    "Jupyter": "notebooks.html",
+    "Colab": "notebooks.html",
+    "offline": "remote.html#offline-machines",
+    "NFS": "remote.html#nfs-and-other-network-file-systems",
+    "proxy": "remote.html#proxies",
+    "30 fps data at 10 fps": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
+    "frame rate": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
+    "pin_memory": "answers.html#does-it-need-pin_memory-non_blocking",
+    "licence": "answers.html#under-which-licence-license-is-it",
+    "license": "answers.html#under-which-licence-license-is-it",
+}
+
+
+@pytest.fixture(scope="module")
+def first_hit(site: Path) -> Iterator[Callable[[str], str]]:
+    """Return the address of the best section of the first page that the search finds."""
+    [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
+    index = json.loads((site / "search/search_index.js").read_text().partition(" = ")[2])
+    engine = MiniRacer()
+
+    def ask(kind: int, data: object) -> Any:
+        engine.eval(f"answer = null; handle({{data: {json.dumps({'type': kind, 'data': data})}}}); 0")
+        return json.loads(str(engine.eval("JSON.stringify(answer)")))
+
+    def first(query: str) -> str:
+        pages = ask(QUERY, query)["data"]["items"]
+        return str(max(pages[0], key=lambda section: section["score"])["location"]) if pages else ""
+
+    try:
+        engine.eval(BROWSER + worker.read_text())
+        ask(SETUP, {**index, "options": {}})
+        yield first
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", FIRST)
+def test_the_first_hit_answers(query: str, first_hit: Callable[[str], str]) -> None:
+    assert first_hit(query) == FIRST[query]
+
+
+@pytest.mark.slow
+def test_a_word_that_no_page_has_finds_nothing(first_hit: Callable[[str], str]) -> None:
+    assert first_hit("xylophone") == ""
 
 
 GALLERY = {
