@@ -16,7 +16,7 @@ export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-gpu test-lerobot test-newest \
-    check lint format clean
+    check lint format locks release-files clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,10 +114,32 @@ lint: ## lint the image, its deployments, the workflows and the shell scripts
 	    .github/ISSUE_TEMPLATE/feature.yml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 
+# The programs of a release, in an environment of their own, which its lock fixes as well.
+RELEASE := .venv-release
+$(RELEASE)/done: locks/release.txt
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --require-hashes -r locks/release.txt
+	touch $@
+
+# A lock is for Python 3.10 to 3.13 on x86-64 and aarch64. Versions stay what they are unless constraints.txt has another one, or
+# ARGS=--upgrade is given. The extras are resolved together first, so that several of them can be installed together.
+LOCKED := cuda12 cuda13 depth ray s3 slurm train
+LOCK = $(RELEASE)/bin/uv pip compile --quiet --no-config --default-index https://pypi.org/simple --universal --generate-hashes \
+    --no-annotate --python-version 3.10 --custom-compile-command 'make locks'
+
+locks: $(RELEASE)/done ## update the files in locks/, which pin what each extra installs with hashes, from PyPI
+	@cat $(wildcard $(LOCKED:%=locks/%.txt)) | sed -n 's/^\([a-z].*==.*\) \\$$/\1/p' | sort -u >$(RELEASE)/all.txt
+	$(LOCK) pyproject.toml $(LOCKED:%=--extra %) -c constraints.txt $(ARGS) -o $(RELEASE)/all.txt
+	for extra in $(LOCKED); do \
+	    $(LOCK) pyproject.toml --extra $$extra -c $(RELEASE)/all.txt -o locks/$$extra.txt || exit 1; \
+	done
+	$(LOCK) locks/release.in $(ARGS) -o locks/release.txt
+	$(LOCK) locks/build.in -c locks/release.txt -o locks/build.txt
+
 format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff check --fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) .venv-lerobot-* .venv-newest-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf $(VENV) $(RELEASE) .venv-lerobot-* .venv-newest-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
