@@ -9,7 +9,9 @@
 #                                           that pip finds, which is for CUDA 13 on PyPI)
 #                              INSTALL      how much to install; each value includes the previous ones:
 #                                             libraries     FFmpeg and libpython, without an environment
-#                                             dependencies  the dependencies of the package (Python 3.11 and later)
+#                                             dependencies  the dependencies of the package, with the hashes in locks/; if
+#                                                           TORCH_BUILD is set, without hashes, since the index of that build
+#                                                           has another torch than PyPI (Python 3.11 and later)
 #                                             package       a copy of the package
 #                                             develop       instead of the copy, an editable install of the checkout, and
 #                                                           what `make check test` needs (default)
@@ -118,8 +120,8 @@ create_venv() {
     [[ -x $venv/bin/pip ]] || "$python" -m venv "$venv"
 }
 
-# Prints the dependencies in pyproject.toml, one per line. In the image, they are a separate layer, which is not built again when
-# the source changes. botocore, for S3, is included, because a user of the image could not install it.
+# Prints the dependencies in pyproject.toml, one per line. botocore, for S3, is included, because a user of the image could not
+# install it.
 list_dependencies() {
     "$venv/bin/python" - "$root/pyproject.toml" "$extra" s3 <<'PY'
 import sys, tomllib
@@ -143,18 +145,41 @@ install_torch() {
     fi
 }
 
+# In the image, the dependencies are a separate layer, which is not built again when the source changes.
+install_dependencies() {
+    local listed dependencies
+    if [[ -z $build ]]; then
+        pip_install --require-hashes -r "$root/locks/$extra.txt" -r "$root/locks/s3.txt"
+    else
+        install_torch || return
+        listed=$(list_dependencies) || return
+        mapfile -t dependencies <<<"$listed"
+        pip_install "${dependencies[@]}" -c "$constraints"
+    fi
+}
+
+# The build backend is pinned, too, and installed into an environment of its own.
+build_wheel() {
+    "$python" -m venv "$1" &&
+        "$1/bin/python" -m pip install --quiet --require-hashes -r "$root/locks/build.txt" &&
+        "$1/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$1" "$root"
+}
+
+install_package() {
+    local folder failed=0
+    folder=$(mktemp -d)
+    build_wheel "$folder" && pip_install --no-deps "$folder"/*.whl || failed=1
+    rm -rf "$folder"
+    return $failed
+}
+
 install_packages() {
-    local constraints=$root/constraints.txt listed dependencies
-    install_torch || return
+    local constraints=$root/constraints.txt
     case $mode in
-        dependencies)
-            listed=$(list_dependencies) || return
-            mapfile -t dependencies <<<"$listed"
-            pip_install "${dependencies[@]}" -c "$constraints" || return
-            ;;
-        package) pip_install "${root}[$extra,s3]" -c "$constraints" || return ;;
-        develop) pip_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
-        develop-all) pip_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
+        dependencies) install_dependencies || return ;;
+        package) install_dependencies && install_package || return ;;
+        develop) install_torch && pip_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
+        develop-all) install_torch && pip_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
     esac
     "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import sys
@@ -29,22 +30,29 @@ def environment(version: str, machine: str) -> dict[str, str]:
     return {"implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": "", **python, **system}
 
 
-def pins(lock: str, version: str = "3.12", machine: str = "x86_64") -> dict[str, str]:
-    """Versions that a lock installs."""
+@functools.cache
+def lines(lock: str) -> list[Requirement]:
+    """Pins of a lock for all platforms. Each has a hash."""
     text = (ROOT / f"locks/{lock}.txt").read_text().replace("\\\n", " ")
-    versions: dict[str, str] = {}
+    found = []
     for line in text.splitlines():
         if line.startswith("#"):
             continue
         requirement, *hashes = re.split(r"\s+--hash=", line.strip())
         assert hashes, f"{requirement} has no hash"
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), requirement
-        parsed = Requirement(requirement)
-        [specifier] = parsed.specifier
-        assert specifier.operator == "==", requirement
-        if parsed.marker is None or parsed.marker.evaluate(environment(version, machine)):
-            assert canonicalize_name(parsed.name) not in versions, f"{parsed.name} appears twice"
-            versions[canonicalize_name(parsed.name)] = specifier.version
+        found.append(Requirement(requirement))
+        assert [each.operator for each in found[-1].specifier] == ["=="], requirement
+    return found
+
+
+@functools.cache
+def pins(lock: str, version: str, machine: str) -> dict[str, str]:
+    """Versions that a lock installs."""
+    values = environment(version, machine)
+    here = [each for each in lines(lock) if each.marker is None or each.marker.evaluate(values)]
+    versions = {canonicalize_name(each.name): specifier.version for each in here for specifier in each.specifier}
+    assert len(versions) == len(here), f"a package appears twice in {lock}.txt"
     return versions
 
 
@@ -53,9 +61,9 @@ def required(lock: str) -> list[str]:
     project = [*PROJECT["project"]["dependencies"], *EXTRAS.get(lock, [])]
     if lock in EXTRAS:
         return project
-    lines = (ROOT / f"locks/{lock}.in").read_text().splitlines()
-    named = [line for line in lines if line[0] not in "#-"]
-    return named + [each for line in lines if line.startswith("-r ") for each in required(Path(line[3:]).stem)]
+    listed = (ROOT / f"locks/{lock}.in").read_text().splitlines()
+    named = [line for line in listed if line[0] not in "#-"]
+    return named + [each for line in listed if line.startswith("-r ") for each in required(Path(line[3:]).stem)]
 
 
 def unmet(requirements: list[str], versions: dict[str, str], values: dict[str, str], extras: frozenset[str]) -> list[str]:
@@ -100,8 +108,8 @@ def test_a_lock_contains_what_its_packages_need(lock: str) -> None:
 
 @pytest.mark.parametrize("lock", USED)
 def test_a_lock_has_the_tested_versions(lock: str) -> None:
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    tested = [line for line in lines if line]
+    listed = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    tested = [line for line in listed if line]
     for version, machine in PLATFORMS:
         versions = pins(lock, version, machine)
         here = [line for line in tested if canonicalize_name(Requirement(line).name) in versions]
