@@ -110,6 +110,7 @@ lint: ## lint the image, its deployments, the workflows and the shell scripts
 	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
 	    .github/ISSUE_TEMPLATE/feature.yml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
@@ -136,10 +137,29 @@ locks: $(RELEASE)/done ## update the files in locks/, which pin what each extra 
 	$(LOCK) locks/release.in $(ARGS) -o locks/release.txt
 	$(LOCK) locks/build.in -c locks/release.txt -o locks/build.txt
 
+# The environment of each CUDA is installed as a user would install it, since only installed packages tell their licences.
+release-files: $(RELEASE)/done ## build wheel, sdist, locks, SBOM, licences and hashes in release/ (downloads 4 GB)
+	rm -rf dist release
+	mkdir release
+	$(RELEASE)/bin/python -m build --no-isolation
+	$(RELEASE)/bin/twine check --strict dist/*
+	cp dist/* release/
+	for extra in $(LOCKED); do cp locks/$$extra.txt release/lock-$$extra.txt || exit 1; done
+	for extra in cuda12 cuda13; do \
+	    $(PYTHON) -m venv --clear $(RELEASE)/installed && \
+	    $(RELEASE)/installed/bin/python -m pip install --quiet --no-cache-dir --require-hashes -r locks/$$extra.txt && \
+	    $(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+	        -o release/sbom-$$extra.cdx.json $(RELEASE)/installed/bin/python && \
+	    $(RELEASE)/bin/pip-licenses --python $(RELEASE)/installed/bin/python --format markdown --with-urls \
+	        --output-file release/licenses-$$extra.md || exit 1; \
+	done
+	rm -r $(RELEASE)/installed
+	cd release && sha256sum * >SHA256SUMS
+
 format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff check --fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) $(RELEASE) .venv-lerobot-* .venv-newest-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf $(VENV) $(RELEASE) .venv-lerobot-* .venv-newest-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist release site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

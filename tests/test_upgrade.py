@@ -85,7 +85,9 @@ def earlier(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         archive.extractall(package)
     with Server(small) as server:
         command = [sys.executable, "-c", PROGRAM, str(package), server.url, str(small), str(folder)]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(package)}, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(package)}, cwd=folder, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{commit} cannot run the program of this test: {done.stderr}"
         yield Earlier(server, folder, torch.load(folder / "saved.pt", weights_only=True))
 
