@@ -144,14 +144,14 @@ release-files: $(RELEASE)/done ## build wheel, sdist, locks, SBOM, licences and 
 	$(RELEASE)/bin/python -m build --no-isolation
 	$(RELEASE)/bin/twine check --strict dist/*
 	cp dist/* release/
-	for extra in $(LOCKED); do cp locks/$$extra.txt release/lock-$$extra.txt || exit 1; done
+	for extra in $(LOCKED); do cp locks/$$extra.txt release/$$extra.lock || exit 1; done
 	for extra in cuda12 cuda13; do \
 	    $(PYTHON) -m venv --clear $(RELEASE)/installed && \
 	    $(RELEASE)/installed/bin/python -m pip install --quiet --no-cache-dir --require-hashes -r locks/$$extra.txt && \
 	    $(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
 	        -o release/sbom-$$extra.cdx.json $(RELEASE)/installed/bin/python && \
-	    $(RELEASE)/bin/pip-licenses --python $(RELEASE)/installed/bin/python --format markdown --with-urls \
-	        --output-file release/licenses-$$extra.md || exit 1; \
+	    $(RELEASE)/bin/pip-licenses --python $(RELEASE)/installed/bin/python --format csv --with-urls \
+	        --output-file release/licenses-$$extra.csv || exit 1; \
 	done
 	rm -r $(RELEASE)/installed
 	cd release && sha256sum * >SHA256SUMS
