@@ -111,6 +111,8 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "lerobot_gpu.py": "spec.json",
         "gpu_features.py": "info",
         "disk_frames.py": "json.dumps(",
+        "drill.py": "DRILL_SETTINGS",
+        "drill_rank.py": "log.write",
         "same_batches.py": "",  # writes no report
     }
     for name, text in programs.items():

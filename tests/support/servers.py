@@ -85,6 +85,7 @@ class Server:
         latency_s, bytes_per_s: see `Network`.
         faults: what to do instead of answering well; see `set_faults`.
         tls: for https.
+        host, port: address that it listens on. Port 0 is any free one.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Server:
         bytes_per_s: float | None = None,
         faults: Iterable[Fault | None] | Mapping[str, Iterable[Fault | None]] = (),
         tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
-        self.files, self.tls = files, tls
+        self.files, self.tls, self.host, self.port = files, tls, host, port
         self.network = Network(latency_s, bytes_per_s)
         self.requests: list[Request] = []
         self.connections = 0  # that were made
@@ -118,11 +121,11 @@ class Server:
             return next(script, None) if script is not None else None
 
     def __enter__(self) -> Server:
-        self._http = _Threading(("127.0.0.1", 0), partial(self.handler(), self))
+        self._http = _Threading((self.host, self.port), partial(self.handler(), self))
         self._http.owner = self
         if self.tls is not None:
             self._http.socket = self.tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
-        self.url = f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self._http.server_address[1]}"
+        self.url = f"{'http' if self.tls is None else 'https'}://{self.host}:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=partial(self._http.serve_forever, poll_interval=0.02), name="test-server")
         self._thread.start()
         return self
