@@ -9,17 +9,17 @@ mean 0 and standard deviation 1. The augmentation is a function of the seed and 
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+from examples import Parser, show
 from nvidia.dali import math
-from show import show
 
 import dali_stream
 from dali_stream import augment
-from dali_stream.checks.frame_size import frame_size, join_sizes
+
+STATE, ACTION = "observation.state", "action"
 
 
 def colour_cameras(dataset: dali_stream.Dataset | dali_stream.Mixture) -> list[str]:
@@ -43,28 +43,35 @@ def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence
     return nodes
 
 
+def loader_arguments(
+    dataset: dali_stream.Dataset | dali_stream.Mixture, fps: float, chunk: int, size: tuple[int, int], action: str = "mean_std"
+) -> dict[str, Any]:
+    """Return the arguments of a Loader for action chunks. Frames of a mixture also need `image_size`, to have one size.
+
+    Args:
+        dataset: Dataset or mixture.
+        fps: Actions per second.
+        chunk: Number of actions per chunk.
+        size: Size (height, width) of the augmented frames in pixels.
+        action: Normalization of actions. Default: "mean_std", as for the state.
+    """
+    scales = {ACTION: action, STATE: "mean_std"}
+    return {
+        "delta_timestamps": {ACTION: [step / fps for step in range(chunk)]},
+        "dali_graph": augmented(colour_cameras(dataset), size),
+        "normalize": {key: scale for key, scale in scales.items() if key in dataset.features},
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
-    parser = argparse.ArgumentParser(description="Current frames, augmented, and chunks of the actions to come")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser = Parser("Current frames, augmented, and chunks of the actions to come").streams()
     parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=50)
-    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order and the augmentation")
-    arguments = parser.parse_args(join_sizes(argv))
-
+    arguments = parser.parse(argv)
     dataset = dali_stream.Dataset(arguments.uri)
-    scales = {"action": "min_max", "observation.state": "mean_std"}
-    loader = dali_stream.Loader(
-        dataset,
-        batch_size=arguments.batch_size,
-        delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
-        dali_graph=augmented(colour_cameras(dataset), arguments.image_size),
-        normalize={key: scale for key, scale in scales.items() if key in dataset.features},
-        seed=arguments.seed,
-    )
-    show(loader, arguments.batches)
+    options = loader_arguments(dataset, dataset.fps, arguments.chunk, arguments.image_size, action="min_max")
+    show(dali_stream.Loader(dataset, batch_size=arguments.batch_size, seed=arguments.seed, **options), arguments.batches)
 
 
 if __name__ == "__main__":

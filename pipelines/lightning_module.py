@@ -6,19 +6,17 @@ python pipelines/lightning_module.py URI --out DIR [--resume] [--max-steps 1000]
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import augmented, colour_cameras
+from action_chunks import loader_arguments
+from examples import Parser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from training.policy import ACTION, STATE, ChunkPolicy
+from training.policy import make_policy
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 class Epochs(dali_stream.Loader):
@@ -41,23 +39,16 @@ class Cloning(LightningModule):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         self.arguments, self.dataset, self.saved = arguments, dali_stream.Dataset(arguments.uri), None
-        state, action = (math.prod(self.dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
-        cameras, tasks = colour_cameras(self.dataset), max(self.dataset.tasks, default=0) + 1
-        self.policy = ChunkPolicy(cameras, state, action, arguments.chunk, tasks)
+        self.policy = make_policy(self.dataset, arguments.chunk)
 
     def train_dataloader(self) -> dali_stream.Loader:
         """Create the Loader. It needs its rank, and torch.distributed is initialized when Lightning calls this method.
 
         Lightning does not wrap the Loader, because it is not a torch DataLoader.
         """
-        self.loader = Epochs(
-            self.dataset,
-            batch_size=self.arguments.batch_size // self.trainer.world_size,
-            delta_timestamps={ACTION: [step / self.dataset.fps for step in range(self.arguments.chunk)]},
-            dali_graph=augmented(self.policy.cameras, tuple(self.arguments.image_size)),
-            normalize={key: "mean_std" for key in (ACTION, STATE) if key in self.dataset.features},
-            device=str(self.device),
-        )
+        size, device = self.arguments.batch_size // self.trainer.world_size, str(self.device)
+        options = loader_arguments(self.dataset, self.dataset.fps, self.arguments.chunk, self.arguments.image_size)
+        self.loader = Epochs(self.dataset, batch_size=size, device=device, **options)
         self.loader.trainer = self.trainer
         if self.saved:
             self.loader.load_state_dict(self.saved)
@@ -80,26 +71,20 @@ class Cloning(LightningModule):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train. Save every 500 steps, and at the end of each epoch. Lightning also ends an epoch at the step --max-steps."""
-    parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
-    parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, if it has one")
-    parser.add_argument("--max-steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per step of all processes together")
-    parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
-    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    """Train. Save every --save-every steps and at the end of each epoch, which for Lightning is also the step --max-steps."""
+    parser = Parser("Behaviour cloning under PyTorch Lightning").trains()
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
-    arguments = parser.parse_args(join_sizes(argv))
+    arguments = parser.parse(argv)
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
         parser.error(f"{file} exists already. Continue from it with --resume, or name another --out")
-    saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]
+    saves = [
+        ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False)
+        for n in (arguments.save_every, None)
+    ]
     where: dict[str, Any] = {"default_root_dir": arguments.out, "accelerator": arguments.device, "devices": arguments.devices}
     trainer = Trainer(max_steps=arguments.max_steps, callbacks=[*saves], **where)
     if arguments.batch_size % trainer.world_size:
         parser.error(f"--batch-size must be a multiple of the {trainer.world_size} processes, got {arguments.batch_size}")
-    torch.manual_seed(0)
     trainer.fit(module := Cloning(arguments), ckpt_path=file if file.exists() else None)
     module.loader.close()
 

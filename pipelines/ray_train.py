@@ -8,8 +8,6 @@ on this machine. All nodes need this folder, the dataset and DIR at the same pat
 
 from __future__ import annotations
 
-import argparse
-import math
 import tempfile
 from collections.abc import Sequence
 from itertools import islice
@@ -18,13 +16,13 @@ from typing import Any
 
 import ray
 import torch
-from action_chunks import augmented, colour_cameras
+from action_chunks import loader_arguments
+from examples import Parser
 from ray import train as ray_train
 from ray.train.torch import TorchTrainer, get_device, prepare_model
-from training.policy import ACTION, STATE, ChunkPolicy
+from training.policy import make_policy
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 def train(arguments: dict[str, Any]) -> None:
@@ -33,19 +31,13 @@ def train(arguments: dict[str, Any]) -> None:
     if arguments["batch_size"] % ranks:
         raise ValueError(f"--batch-size must be a multiple of the {ranks} workers, got {arguments['batch_size']}")
     dataset, device = dali_stream.Dataset(arguments["uri"]), get_device()
-    state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
-    torch.manual_seed(0)
-    cameras, tasks = colour_cameras(dataset), max(dataset.tasks, default=0) + 1
-    policy = ChunkPolicy(cameras, state, action, arguments["chunk"], tasks).to(device)
+    policy = make_policy(dataset, arguments["chunk"]).to(device)
     model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
-    with dali_stream.Loader(  # gets its rank from torch.distributed
-        dataset,
-        batch_size=arguments["batch_size"] // ranks,
-        delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments["chunk"])]},
-        dali_graph=augmented(policy.cameras, arguments["image_size"]),
-        normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
-        device=str(device),
-    ) as loader:
+    options = loader_arguments(dataset, dataset.fps, arguments["chunk"], arguments["image_size"])
+    size = arguments["batch_size"] // ranks
+    with dali_stream.Loader(
+        dataset, batch_size=size, device=str(device), **options
+    ) as loader:  # its rank is torch.distributed's
         parts: dict[str, Any] = {"model": policy, "optimizer": optimizer, "loader": loader}
         if checkpoint := ray_train.get_checkpoint():
             with checkpoint.as_directory() as folder:
@@ -77,20 +69,12 @@ def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train. If the program itself is killed, start it again with --resume. Ray then finds the last checkpoint in --out."""
-    parser = argparse.ArgumentParser(description="Behaviour cloning under Ray Train")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all nodes")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
+    parser = Parser("Behaviour cloning under Ray Train", batch_size=48).trains(devices=("auto", "cuda", "cpu"))
     workers = "least and most workers; the run takes as many as the cluster has room for"
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
     parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
-    parser.add_argument("--max-steps", type=int, default=1000)
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--batch-size", type=int, default=48, help="samples per step of all workers together")
-    parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
-    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if the cluster has GPUs")
-    arguments = parser.parse_args(join_sizes(argv))
+    parser.set_defaults(save_every=100)
+    arguments = parser.parse(argv)
     if arguments.out.exists() and not arguments.resume:
         parser.error(f"{arguments.out} exists already. Continue from it with --resume, or name another --out")
     if not ray.is_initialized():

@@ -8,15 +8,13 @@ CLIP's image encoders. Steps before the start of the episode show its first fram
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from examples import Parser, show
 from nvidia.dali import fn, types
-from show import show
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # openai/CLIP, clip.py
 
@@ -45,15 +43,10 @@ def past(steps: int, spacing: float, fps: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
-    parser = argparse.ArgumentParser(description="Windows of the past, of all cameras")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser = Parser("Windows of the past, of all cameras", batch_size=8).streams(batches=20)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--spacing", type=float, default=1.0, help="seconds between steps")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    arguments = parser.parse_args(join_sizes(argv))
-
+    arguments = parser.parse(argv)
     dataset = dali_stream.Dataset(arguments.uri)
     window = past(arguments.steps, arguments.spacing, dataset.fps)
     loader = dali_stream.Loader(

@@ -5,15 +5,13 @@ python pipelines/single_frame.py URI [--batch-size 32] [--batches 50] [--image-s
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from examples import Parser, show
 from nvidia.dali import fn
-from show import show
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
@@ -29,13 +27,7 @@ def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
-    parser = argparse.ArgumentParser(description="Single frames of every camera, cropped to their centre")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=50)
-    parser.add_argument("--image-size", type=frame_size, metavar="HxW")
-    arguments = parser.parse_args(join_sizes(argv))
-
+    arguments = Parser("Single frames of every camera, cropped to their centre").streams().parse(argv)
     dataset = dali_stream.Dataset(arguments.uri)
     loader = dali_stream.Loader(
         dataset,

@@ -5,13 +5,13 @@ accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR
 accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
 
 With --multi_gpu, Accelerate starts several processes, also on a CPU. With `accelerate launch --cpu`, it starts only one process
-and ignores --num_processes. `torchrun --nproc-per-node N` also starts N processes. The first line of the output contains the
-number of processes.
+and ignores --num_processes. `torchrun --nproc-per-node N` also starts N processes. The output says how many processes train.
 
 URI may also be a mixture file (.yaml, .yml or .json) of several datasets. See docs/mixtures.md.
 
-The program writes checkpoint.pt (model, optimizer and loader), metrics.jsonl and TensorBoard's files to DIR, and at the end
-loss.png and chunks.png. With --show EPOCH BATCH, it draws the batch of any step to batch.png. See docs/replay.md.
+The program writes a checkpoint of Accelerate (model, optimizer and loader) to DIR/checkpoints, metrics.jsonl and the files of
+other trackers to DIR, and at the end loss.png and chunks.png. With --show EPOCH BATCH, it draws the batch of any step to
+batch.png. See docs/replay.md.
 
 With --resume, a run that was killed continues from its last checkpoint, with the next sample. The number of processes may
 change, but it must divide --consumers. --batch-size is the number of samples of all processes together, so the batches stay the
@@ -19,6 +19,7 @@ same.
 
 On SIGTERM or Ctrl-C, the program finishes the current batch and saves the run, and each process exits with 143 or 130. torchrun
 and accelerate launch exit with 1 instead. They kill the processes after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
+If a checkpoint cannot be written, the program exits with 1, and the previous checkpoint remains.
 
 The program requires tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in the checkout.
 """
@@ -26,310 +27,94 @@ The program requires tensorboard and matplotlib: pip install -c constraints.txt 
 from __future__ import annotations
 
 import argparse
-import math
-import signal
+import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
-from training import charts, checkpoint
-from training.arguments import parse
-from training.data import Data, open_data
-from training.journal import Journal, read
-from training.lerobot_act import LeRobotAct
-from training.policy import ChunkPolicy, actions, recorded
-from training.preemption import Preemption
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
-import dali_stream
 
-WARM_UP = 100  # steps in which the learning rate increases
-MODEL = ("policy", "chunk", "image_size")  # arguments that determine the model and must equal those of the checkpoint
-# Arguments that affect the training, but may change when a run resumes.
-COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Formatter that shows defaults other than None and False, and does not wrap the description."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default is None or action.default is False
+        return action.help if nothing else super()._get_help_string(action)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. Exit if it is invalid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    add = parser.add_argument
+    add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")
+    add("--out", type=Path, required=True, help="folder of the run")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
+    add("--show", nargs=2, type=int, metavar=("EPOCH", "BATCH"), help="do not train, but draw this batch of the run, by its "
+        "entry in metrics.jsonl, to batch.png; the other arguments must be those of the run")  # fmt: skip
+    add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
+    add("--batch-size", type=int, default=32, help="samples per step of all processes together")
+    add("--chunk", type=int, default=50, help="actions per chunk, one per frame")
+    size = "size of the frames that the policy gets, in pixels; HEIGHT WIDTH also works"
+    add("--image-size", type=frame_size, default="224x224", metavar="HxW", help=size)
+    add("--policy", choices=("compact", "lerobot-act"), default="compact", help="compact: the policy of training/policy.py; "
+        "lerobot-act: LeRobot's ACT")  # fmt: skip
+    add("--from-scratch", action="store_true", help="start lerobot-act without ImageNet weights, which it would download")
+    rate = "peak of the learning rate, after the warm-up and before the cosine decay"
+    add("--learning-rate", type=float, default=3e-4, help=rate)
+    add("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on, evenly spread")
+    add("--val-every", type=int, default=1000, help="steps between validations")
+    add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between entries of metrics.jsonl and of the other trackers")
+    trackers = "trackers of Accelerate, such as tensorboard and wandb, in addition to metrics.jsonl"
+    add("--log-with", nargs="*", default=["tensorboard"], metavar="NAME", help=trackers)
+    add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
+    add("--shuffle", choices=("true", "sharded", "global"), default="true", help="true: pools of episodes; sharded: the same, "
+        "with the same frames for a process in all epochs, so that the memory of all processes adds up; global: a permutation "
+        "of all frames (default: true)")  # fmt: skip
+    add("--consumers", type=int, help="consumers of the order; a run can continue on any number of processes that divides it "
+        "(default: chosen for --batch-size)")  # fmt: skip
+    add("--num-threads", type=int, help="decode threads of each process (default: its cores)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU if one exists")
+    add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
+    add("--data-files-root", help="address of data/ and videos/, if they are not beside meta/")
+    add("--cache-dir", help="folder for fetched bytes of a remote dataset")
+    add("--frame-cache", help="folder for decoded frames, which all processes of a machine and later runs share")
+    add("--frame-cache-bytes", help="size limit of --frame-cache, such as 200GiB (default: none on a disk)")
+    add("--clock", choices=("timestamp", "frame_index"), help="column that locates the frame of a row; frame_index for "
+        "wall-clock timestamps (default: timestamp)")  # fmt: skip
+    add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "
+        "frame)")  # fmt: skip
+    add("--give-up-after-s", type=float, help="time limit of a request for remote data with all attempts, in seconds "
+        "(default: 60)")  # fmt: skip
+    add("--on-error", choices=("raise", "substitute"), default="raise", help="substitute: replace samples that cannot be read "
+        "or decoded by others of the batch, and count them")  # fmt: skip
+    arguments = parser.parse_args(join_sizes(argv))
+    for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}")
+    if min(arguments.image_size) < 32:
+        size = "x".join(map(str, arguments.image_size))
+        parser.error(f"--image-size must be 32x32 or more, since a policy makes one token of 32x32 pixels, got {size}")
+    if arguments.clip <= 0:
+        parser.error(f"--clip must be greater than 0, the largest norm that a gradient keeps, got {arguments.clip}")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train. Exit with 143 or 130 if SIGTERM or Ctrl-C ends the run early."""
-    preemption = Preemption()
-    arguments = parse(argv, __doc__)
-    cpu = arguments.device == "cpu" or not torch.cuda.is_available()
-    bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-    accelerator.gradient_accumulation_steps = 1  # overrides Accelerate's configuration, where a larger number divides gradients
-    try:
-        if arguments.show:
-            show_batch(arguments, accelerator)
-            return
-        run = Run(arguments, accelerator)
-    except (ValueError, OSError, dali_stream.DaliStreamError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        finished = run.train(preemption)
-    finally:
-        run.close()
-    accelerator.end_training()
-    if not finished:
-        preemption.leave()
+    """Train. Exit with 143 or 130 if SIGTERM or Ctrl-C ends the run early, and with 1 if the disk of --out is full."""
+    arguments = parse(argv)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train.py: opening {arguments.uri}", file=sys.stderr, flush=True)
+    from training import run  # imports torch, which takes seconds
 
-
-def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
-    """Create the policy that the arguments select. Its random weights are a function of the seed."""
-    torch.manual_seed(arguments.seed)
-    if arguments.policy == "compact":
-        return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
-    size, pretrained = arguments.image_size, not arguments.from_scratch
-    return LeRobotAct(data.cameras, size, data.state, len(data.action_names), arguments.chunk, pretrained)
-
-
-def show_batch(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Draw the batch --show of a run, which may be in progress, to batch.png. Nothing is trained.
-
-    Raises:
-        ValueError: If the arguments do not fit the dataset or the checkpoint, or the epoch has no such batch.
-        DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
-    """
-    data, file = open_data(arguments, accelerator), arguments.out / "checkpoint.pt"
-    try:
-        if file.exists():  # check that its order is that of the arguments
-            data.train.load_state_dict(checkpoint.load(file, {name: getattr(arguments, name) for name in MODEL})["loader"])
-        batch = data.train.batch_at(*arguments.show)
-        if accelerator.is_main_process:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            charts.samples(arguments.out / "batch.png", data, batch)
-    finally:
-        data.close()
-
-
-class Run:
-    """A training run, which starts at step 0 or at its checkpoint.
-
-    Args:
-        arguments: Arguments of the command line.
-        accelerator: Accelerator of this process.
-
-    Raises:
-        ValueError: If the arguments do not fit the dataset or the checkpoint, or another run is writing to the folder.
-        DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
-        self.arguments, self.accelerator, self.step = arguments, accelerator, 0
-        self.unvalidated = False  # whether the validation after this step is still to do
-        self.console = Console(stderr=True, quiet=not accelerator.is_main_process, markup=False)
-        self.file = arguments.out / "checkpoint.pt"
-        if self.file.exists() and (arguments.dummy or not arguments.resume):
-            raise ValueError(f"{self.file} already exists. Continue from it with --resume, or name another --out")
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(arguments.out / ".lock")
-        if accelerator.is_main_process:
-            try:
-                self.lock.acquire(timeout=0)
-            except Timeout:
-                raise ValueError(f"another run is writing to {arguments.out}. End it, or name another --out") from None
-        self.data = open_data(arguments, accelerator)
-        if not arguments.dummy:
-            model = make_policy(arguments, self.data)
-            optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate)
-            self.model, self.optimizer = accelerator.prepare(model, optimizer)
-            self.sound = torch.tensor(True, device=accelerator.device)
-        if self.file.exists():
-            self._load()
-        self.journal = Journal(arguments.out, self.step) if accelerator.is_main_process else None
-        self._introduce()
-        self._mark()
-
-    def train(self, preemption: Preemption) -> bool:
-        """Train up to --max-steps steps. Return False if a signal ends the run earlier."""
-        arguments = self.arguments
-        if self.unvalidated:  # the run was saved when a signal interrupted the validation
-            if not self._validate(preemption):
-                return self._cut_short(preemption)
-            self._save()
-        with self._progress() as bar:
-            for batch in self._batches():
-                self.step += 1
-                loss = self._descend(batch)
-                asked, last = preemption.agreed(), self.step == arguments.max_steps
-                if self.step % arguments.log_every == 0 or last:
-                    self._log(loss)
-                self.unvalidated = self.step % arguments.val_every == 0 or last
-                if self.unvalidated and not asked:
-                    asked = not self._validate(preemption)
-                if self.step % arguments.save_every == 0 or last or asked:
-                    self._save()
-                bar.update(bar.task_ids[0], completed=self.step)
-                if asked:
-                    return self._cut_short(preemption)
-        if self.accelerator.is_main_process and not arguments.dummy:
-            charts.loss_curves(arguments.out / "loss.png", read(arguments.out))
-            charts.action_chunks(arguments.out / "chunks.png", self.data, self.accelerator.unwrap_model(self.model))
-        return True
-
-    def _cut_short(self, preemption: Preemption) -> bool:
-        saved = "" if self.arguments.dummy else ", saved; --resume continues from this step"
-        self.console.print(f"{signal.Signals(preemption.signal).name}: ended at step {self.step}{saved}")
-        return False
-
-    def close(self) -> None:
-        """Close the loaders and the journal, and unlock the folder for other runs."""
-        self.data.close()
-        self.lock.release()
-        if self.journal is not None:
-            self.journal.close()
-
-    def _batches(self) -> Iterator[dict[str, Any]]:
-        while self.step < self.arguments.max_steps:
-            for batch in self.data.train:
-                yield batch
-                if self.step == self.arguments.max_steps:
-                    return
-
-    def _descend(self, batch: dict[str, Any]) -> Tensor | None:
-        """Make one step of the optimizer. Return the loss of this process's part of the batch, or None without a model."""
-        if self.arguments.dummy:
-            return None
-        # A policy's random numbers are a function of the step, so a resumed run uses the same numbers as an uninterrupted one.
-        torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
-        for group in self.optimizer.param_groups:  # a checkpoint may have loaded other values
-            group["lr"], group["weight_decay"] = self._rate(), self.arguments.weight_decay
-        loss = self.model(batch)
-        self.accelerator.backward(loss)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
-        self.sound &= torch.isfinite(norm)  # read only before saving and logging, because reading waits for the GPU
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def _rate(self) -> float:
-        cosine = (1 + math.cos(math.pi * (self.step - 1) / self.arguments.max_steps)) / 2
-        return self.arguments.learning_rate * min(self.step / WARM_UP, cosine)
-
-    def _log(self, loss: Tensor | None) -> None:
-        """Log the mean loss of this step over all processes, and the speed since the last entry."""
-        values: dict[str, Any] = {}
-        if loss is not None:
-            self._check_sound()
-            values = {"loss": float(self.accelerator.reduce(loss, "mean")), "learning_rate": self._rate()}
-        loader, (step, marked, waited) = self.data.train, self.marked
-        seconds = time.perf_counter() - marked
-        state = loader.state_dict()
-        values |= {
-            "samples_per_s": (self.step - step) * self.arguments.batch_size / seconds,
-            "wait_share": (loader.stats()["wait_s"] - waited) / seconds,
-            "epoch": state["epoch"],
-            "batch": loader.batch_index - 1,
-            "position": state["position"],
-        }
-        self._note("train", values)
-        if self.journal is not None:
-            self.journal.show(self.step, "loader", loader.metrics())
-        self._mark()
-
-    def _mark(self) -> None:
-        """Begin a new interval of measuring the speed."""
-        self.marked = (self.step, time.perf_counter(), self.data.train.stats()["wait_s"])
-
-    def _check_sound(self) -> None:
-        """Check that all gradients so far were finite. All processes have the same gradient, so all of them raise or none.
-
-        Raises:
-            FloatingPointError: If a gradient was not finite.
-        """
-        if not self.sound:
-            raise FloatingPointError(
-                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved after it. Resume "
-                "from the last checkpoint with a smaller --learning-rate, or a smaller --clip"
-            )
-
-    @torch.no_grad()
-    def _validate(self, preemption: Preemption) -> bool:
-        """Log the mean absolute error on the validation episodes, and the error of predicting the mean, in standard deviations.
-
-        Returns:
-            Whether the validation was completed. A signal interrupts it, and the resumed run repeats it.
-        """
-        if self.data.val is None or self.arguments.dummy:
-            self.unvalidated = False
-            return True
-        policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
-        asked = False
-        for batch in self.data.val:
-            batch = self.data.train.normalizer(batch)
-            right, real = actions(batch), recorded(batch)
-            with self.accelerator.autocast():
-                wrong = policy.predict(batch) - right
-            totals += torch.stack([wrong[real].abs().sum(), right[real].abs().sum(), real.sum()])
-            if asked := preemption.agreed():  # each process has the same number of batches, so all of them end here or none
-                break
-        policy.train()
-        own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
-        self._mark()
-        if asked:
-            return False
-        self._note("validation", {"val_error": own / count, "mean_error": mean / count})
-        self.unvalidated = False
-        return True
-
-    def _note(self, kind: str, values: dict[str, Any]) -> None:
-        if self.journal is not None:
-            self.journal.add(self.step, kind, values)
-            text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.console.print(f"step {self.step}: {text}", soft_wrap=True)
-
-    def _save(self) -> None:
-        """Save the run. All processes are at the same step, and their loaders have the same state."""
-        if not self.arguments.dummy:
-            self._check_sound()
-        if self.accelerator.is_main_process and not self.arguments.dummy:
-            state = {
-                "arguments": {name: getattr(self.arguments, name) for name in (*MODEL, *COURSE)},
-                "model": self.accelerator.unwrap_model(self.model).state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "loader": self.data.train.state_dict(),
-                "step": self.step,
-                "unvalidated": self.unvalidated,
-            }
-            checkpoint.save(self.file, state)
-        self.accelerator.wait_for_everyone()  # a process that ends earlier would cause the launcher to kill the others
-        self._mark()
-
-    def _load(self) -> None:
-        state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})
-        self.data.train.load_state_dict(state["loader"])  # first, because this call detects a different dataset
-        self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.unvalidated = state["step"], state.get("unvalidated", False)
-        for name in COURSE:
-            before, now = state["arguments"].get(name), getattr(self.arguments, name)
-            if before != now:
-                self.console.print(f"--{name.replace('_', '-')} was {before} and is {now} from here on: it is not the same run")
-
-    def _introduce(self) -> None:
-        """Print the planned steps, and the number of processes, since a launcher may start fewer than expected."""
-        data, arguments = self.data, self.arguments
-        held_out = data.val.dataset.num_episodes if data.val else 0
-        episodes = f"{data.train.dataset.num_episodes} episodes to train on, {held_out} to validate on"
-        todo = f"steps {self.step + 1} to {arguments.max_steps}"
-        if self.step >= arguments.max_steps:
-            todo = f"step {self.step} is done already, of {arguments.max_steps}: nothing is trained"
-        processes = self.accelerator.num_processes
-        started = f"{processes} process{'es' * (processes > 1)} on {self.accelerator.device.type}"
-        self.console.print(f"{started}; {episodes}; {todo}", soft_wrap=True)
-
-    def _progress(self) -> Progress:
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        bar.add_task("", total=self.arguments.max_steps, completed=self.step)
-        return bar
+    run.main(arguments)
 
 
 if __name__ == "__main__":
+    # Threads of OpenMP sleep while they wait, so that they leave a CPU with other work to it. torch reads this on import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     main()

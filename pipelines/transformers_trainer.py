@@ -6,21 +6,19 @@ torchrun --nproc-per-node 8 pipelines/transformers_trainer.py URI --out DIR ...
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import augmented, colour_cameras
-from training.policy import ACTION, STATE, ChunkPolicy
+from action_chunks import loader_arguments
+from examples import Parser
+from training.policy import make_policy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import dali_stream
-from dali_stream.checks.frame_size import frame_size, join_sizes
 
 LOADER = "loader.pt"  # file in each checkpoint
 
@@ -49,17 +47,8 @@ class SaveLoader(TrainerCallback):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train."""
-    parser = argparse.ArgumentParser(description="Behaviour cloning under the Trainer of transformers")
-    parser.add_argument("uri", help="a LeRobot v3 dataset")
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
-    parser.add_argument("--max-steps", type=int, default=1000)
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per step of all processes together")
-    parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
-    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    arguments = parser.parse_args(join_sizes(argv))
+    parser = Parser("Behaviour cloning under the Trainer of transformers").trains()
+    arguments = parser.parse(argv)
     checkpoint = get_last_checkpoint(arguments.out) if arguments.out.exists() else None
     if checkpoint and not arguments.resume:
         parser.error(f"{checkpoint} exists already. Continue from it with --resume, or name another --out")
@@ -78,19 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--batch-size must be a multiple of the {settings.world_size} processes, got {arguments.batch_size}")
     settings.per_device_train_batch_size = arguments.batch_size // settings.world_size
     dataset = dali_stream.Dataset(arguments.uri)
-    state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
-    torch.manual_seed(0)
-    policy = ChunkPolicy(colour_cameras(dataset), state, action, arguments.chunk, max(dataset.tasks, default=0) + 1)
+    policy = make_policy(dataset, arguments.chunk)
     policy.to(memory_format=torch.contiguous_format)  # safetensors cannot save other formats
-    with dali_stream.Loader(  # gets its rank from torch.distributed, which TrainingArguments has initialized
-        dataset,
-        batch_size=settings.per_device_train_batch_size,
-        delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
-        dali_graph=augmented(policy.cameras, arguments.image_size),
-        normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
-        memory_format="contiguous",
-        device=str(settings.device),
-    ) as loader:
+    options = loader_arguments(dataset, dataset.fps, arguments.chunk, arguments.image_size)
+    options |= {"batch_size": settings.per_device_train_batch_size, "memory_format": "contiguous"}
+    # The Loader gets its rank from torch.distributed, which TrainingArguments has initialized.
+    with dali_stream.Loader(dataset, device=str(settings.device), **options) as loader:
         trainer = Cloning(policy, settings, callbacks=[SaveLoader()])
         trainer.loader = loader
         if checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -10,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.train import ENVIRONMENT, SMALL, command, in_this_process, losses, train_here
+from support.train import ENVIRONMENT, SMALL, command, in_this_process, losses, saved, train_here
 
 from dali_stream import Dataset, Loader
 
@@ -28,11 +28,11 @@ def test_a_killed_run_goes_on_at_the_next_step(demo: Path, tmp_path: Path) -> No
     train_here(demo, tmp_path / "whole", *OPTIONS)
     out = tmp_path / "run"
     with start(demo, out, *OPTIONS) as launcher:
-        wait_for(launcher, "step 5:")
+        wait_for(launcher, "step 5 of")
         os.kill(ranks(launcher)[1], signal.SIGKILL)
         launcher.stderr.read()
     assert launcher.returncode != 0
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    state = saved(out)
     assert state["step"] in range(SAVE_EVERY, STEPS, SAVE_EVERY)
     assert state["loader"]["position"] == 8 * state["step"]
     train_here(demo, out, *OPTIONS, "--resume")
@@ -46,7 +46,8 @@ def test_a_sharded_run_goes_on_with_more_processes_and_with_fewer(small: Path, t
     options = ["--shuffle", "sharded", "--max-steps", 3 * epoch]
     train_here(small, tmp_path / "whole", *options)
     with in_this_process() as program, pytest.MonkeyPatch.context() as patch:
-        seen, descend = [], program.Run._descend
+        run_class = importlib.import_module("training.run").Run
+        seen, descend = [], run_class._descend
 
         def interrupted(run: Any, batch: Any) -> Any:
             seen.append(batch)
@@ -54,15 +55,15 @@ def test_a_sharded_run_goes_on_with_more_processes_and_with_fewer(small: Path, t
                 signal.raise_signal(signal.SIGTERM)
             return descend(run, batch)
 
-        patch.setattr(program.Run, "_descend", interrupted)
+        patch.setattr(run_class, "_descend", interrupted)
         with pytest.raises(SystemExit):
             program.main([*map(str, [small, "--out", tmp_path / "run", *SMALL, *options])])
     assert len(losses(tmp_path / "run")) == epoch // 2
     with start(small, tmp_path / "run", *options, "--resume") as launcher:
-        wait_for(launcher, f"step {epoch + 2}:")
+        wait_for(launcher, f"step {epoch + 2} of")
         os.kill(ranks(launcher)[1], signal.SIGTERM)
         said = launcher.stderr.read()
-    step = torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"]
+    step = saved(tmp_path / "run")["step"]
     assert epoch + 2 <= step < 3 * epoch
     assert f"SIGTERM: ended at step {step}" in said
     assert said.count("exitcode  : 143") == 2, said  # as torchrun reports its processes

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import json
 import math
 import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +27,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.datasets import CAMERAS, SIDE, TOP
-from support.train import ROOT, SMALL, journal
+from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, saved, train_here
 
 from dali_stream import Dataset, Loader
 
@@ -33,10 +44,6 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(program: Any, dataset: Path, out: Path, *arguments: object) -> None:
     """A run in this process."""
     program.main([*map(str, [dataset, "--out", out, *SMALL, *arguments])])
-
-
-def saved(out: Path) -> dict[str, Any]:
-    return torch.load(out / "checkpoint.pt", weights_only=True)
 
 
 def numbers(root: Path) -> Path:
@@ -77,7 +84,7 @@ def test_the_learning_rate_warms_up_and_falls(program: Any, demo: Path, tmp_path
     run(program, demo, tmp_path, "--max-steps", 4, "--learning-rate", 0.5)
     found = [entry["learning_rate"] for entry in journal(tmp_path)]
     assert found == pytest.approx([0.5 * min(s / 100, (1 + math.cos(math.pi * (s - 1) / 4)) / 2) for s in (1, 2, 3, 4)])
-    assert all(0 < entry["wait_share"] < 1 for entry in journal(tmp_path))
+    assert all(0 <= entry["wait_share"] <= 1 for entry in journal(tmp_path))
 
 
 @pytest.mark.slow
@@ -95,7 +102,7 @@ def test_weights_that_are_not_finite_are_never_saved(program: Any, demo: Path, t
     options = ["--max-steps", 9, "--save-every", 1, "--learning-rate", 1e25, "--log-every", 100]
     with pytest.raises(FloatingPointError, match="a gradient was not finite"):
         run(program, demo, tmp_path, *options)
-    assert not (tmp_path / "checkpoint.pt").exists() or all(
+    assert not (tmp_path / "checkpoints").exists() or all(
         bool(torch.isfinite(value).all()) for value in saved(tmp_path)["model"].values()
     )
 
@@ -136,31 +143,163 @@ def test_what_a_dataset_of_a_mixture_lacks_is_neither_seen_nor_learned(parts: An
     assert [int(each.sum()) for each in parts("policy").recorded(lacking)] == [0, 6]
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before(parts: Any, tmp_path: Path) -> None:
-    class Full:
-        def __reduce__(self) -> Any:
-            raise OSError(28, "No space left on device")
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2**20, 15 * 2**20])
+def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(demo: Path, tmp_path: Path, limit: int) -> None:
+    """The model, or else the optimizer, is larger than a file may be. The checkpoint before remains, and the run continues."""
+    options, out = ["--max-steps", 5, "--save-every", 2, "--weight-decay", 0], tmp_path / "run"
+    train_here(demo, tmp_path / "whole", *options)
+    with cut_after(2):
+        train_here(demo, out, *options)
+    done = subprocess.run(
+        command(demo, out, *options, "--resume"),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    *_, before, last = done.stderr.splitlines()
+    assert (done.returncode, before.split(",")[0]) == (1, "step 4 of 5"), done.stderr
+    folder = out / "checkpoints"
+    assert last == (
+        f"train.py: the checkpoint of step 4 could not be written: File too large ({folder}). "
+        "The checkpoint of step 2 is unchanged. Free space, then use --resume"
+    )
+    assert os.listdir(folder) == ["step_00000002"]
+    train_here(demo, out, *options, "--resume")
+    assert losses(out) == losses(tmp_path / "whole")
 
-    path = tmp_path / "checkpoint.pt"
-    parts("checkpoint").save(path, {"arguments": {}, "model": torch.zeros(9)})
-    with pytest.raises(OSError, match="No space"):
-        parts("checkpoint").save(path, {"arguments": {}, "model": torch.ones(9), "last": Full()})
-    assert parts("checkpoint").load(path, {})["model"].sum() == 0
-    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+@contextlib.contextmanager
+def cut_after(step: int) -> Iterator[None]:
+    """Let SIGTERM end a run in this process after a step."""
+    with in_this_process(), pytest.MonkeyPatch.context() as patch:
+        run_class = importlib.import_module("training.run").Run
+        descend = run_class._descend
+
+        def descend_and_end(run: Any, batch: Any) -> Any:
+            loss = descend(run, batch)
+            if run.step == step:
+                signal.raise_signal(signal.SIGTERM)
+            return loss
+
+        patch.setattr(run_class, "_descend", descend_and_end)
+        with pytest.raises(SystemExit) as ended:
+            yield
+    assert ended.value.code == 143
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"", "cannot be read"), (b"PK\x03\x04" + bytes(99), "cannot be read"), (None, "must be a checkpoint of train.py")],
+    ("name", "size"), [("run.json", 0), ("custom_checkpoint_0.pkl", 0), ("optimizer.bin", 999), ("model.safetensors", 9999)]
 )
-def test_a_file_that_is_no_checkpoint_is_named(
-    program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
+def test_a_damaged_checkpoint_is_named(
+    program: Any, one_step: Path, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, size: int
 ) -> None:
-    path = tmp_path / "checkpoint.pt"
-    torch.save({"policy": 1}, path) if content is None else path.write_bytes(content)
+    out = shutil.copytree(one_step, tmp_path / "run")
+    [folder] = (out / "checkpoints").iterdir()
+    os.truncate(folder / name, size)
+    with pytest.raises(SystemExit) as ended:
+        run(program, demo, out, "--max-steps", 1, "--resume")
+    assert ended.value.code == 2
+    assert f"train.py: {folder} cannot be read (" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def one_step(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one step."""
+    out = tmp_path_factory.mktemp("one_step") / "run"
+    train_here(demo, out, "--max-steps", 1)
+    return out
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_checkpoint_of_an_earlier_version_is_refused(
+    program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    torch.save({"arguments": {}, "model": {}, "step": 4}, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit) as ended:
+        run(program, demo, tmp_path, *options)
+    assert ended.value.code == 2
+    said = f"train.py: {tmp_path / 'checkpoint.pt'} is a checkpoint of an earlier version of train.py"
+    assert said in capsys.readouterr().err
+
+
+def test_the_first_line_comes_before_torch_is_imported(demo: Path, tmp_path: Path) -> None:
+    """Importing torch takes seconds. Before, OpenMP's threads are set to sleep, unless the user decides."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    (tmp_path / "torch.py").write_text(f"import os\nraise SystemExit(' '.join(os.environ[name] for name in {names}))\n")
+    own = {name: value for name, value in ENVIRONMENT.items() if name not in names} | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for more, expected in (
+        ({}, "passive 0"),
+        ({"GOMP_SPINCOUNT": "9"}, "passive 9"),
+        ({"OMP_WAIT_POLICY": "active"}, "active 0"),
+    ):
+        line = command(demo, tmp_path / "run")
+        done = subprocess.run(line, env=own | more, capture_output=True, text=True, timeout=400)
+        assert done.stderr.splitlines() == [f"train.py: opening {demo}", expected]
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_progress(demo: Path, tmp_path: Path) -> None:
+    """Steps of all steps, the time left and the rate."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    with subprocess.Popen(command(demo, tmp_path / "run", "--max-steps", 3), env=ENVIRONMENT, stderr=writer) as process:
+        os.close(writer)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while more := os.read(reader, 1000):
+                shown += more
+    os.close(reader)
+    assert process.returncode == 0, shown
+    assert re.search(r"3/3 \[\d\d:\d\d<\d\d:\d\d, .*(step/s|s/step)\]", shown.decode()), shown
+    assert b"step 3 of 3" in shown
+
+
+STUB = """
+import json
+
+def init(**options):
+    return Run(options)
+
+class Run:
+    def __init__(self, options):
+        self.lines = [options]
+
+    def log(self, values, step):
+        self.lines.append({"step": step, **values})
+
+    def finish(self):
+        with open(self.lines[0]["dir"] + "/wandb.json", "w") as file:
+            json.dump(self.lines, file, default=str)
+"""
+
+
+@pytest.mark.slow
+def test_other_trackers_get_the_metrics_too(demo: Path, tmp_path: Path) -> None:
+    """W&B is a stub with the functions that Accelerate calls."""
+    files = {"wandb/__init__.py": STUB, "wandb-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: wandb\nVersion: 1\n"}
+    for name, text in files.items():
+        (path := tmp_path / "stub" / name).parent.mkdir(parents=True)
+        path.write_text(text)
+    line = command(demo, tmp_path / "first", "--max-steps", 2, "--log-with", "wandb")
+    subprocess.run(line, env=ENVIRONMENT | {"PYTHONPATH": f"{tmp_path / 'stub'}:{ROOT}"}, timeout=400, check=True)
+    options, *lines = json.loads((tmp_path / "first/wandb.json").read_text())
+    assert (options["project"], options["name"], options["config"]["chunk"]) == ("dali_stream", "first", 8)
+    assert {each["step"]: each["loss"] for each in lines} == losses(tmp_path / "first")
+    assert all(each["loader/decodes_per_frame"] >= 0 for each in lines)
+    assert not (tmp_path / "first/tensorboard").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_named(
+    program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        run(program, demo, tmp_path, "--resume")
-    assert f"{path} {said}" in capsys.readouterr().err
+        run(program, demo, tmp_path, "--log-with", "tensorboard", "guestbook")
+    assert "--log-with must be of the trackers that are installed" in (said := capsys.readouterr().err)
+    assert said.endswith("got guestbook\n")
 
 
 def test_a_folder_that_another_run_writes_to_is_refused(
@@ -209,28 +348,10 @@ def test_what_changes_the_run_is_said(program: Any, demo: Path, tmp_path: Path, 
     assert saved(tmp_path)["loader"]["position"] == 20
 
 
-@pytest.mark.slow
-def test_a_run_with_descriptions_of_its_batches_is_resumed(program: Any, demo: Path, tmp_path: Path) -> None:
-    """As earlier versions wrote them, beside the checkpoint. They are neither read nor changed."""
-    files = {}
-    for out in (tmp_path / "whole", tmp_path / "former"):
-        run(program, demo, out, "--max-steps", 2)
-    for name in ("run.json", "run_until_step_1.json"):
-        content = {"version": 2, "software": {}, "dataset": {"uri": "/nowhere"}, "loader": {"batch_size": 4}, "begin": None}
-        files[name] = json.dumps(content)
-        (tmp_path / "former" / name).write_text(files[name])
-    for out in (tmp_path / "whole", tmp_path / "former"):
-        run(program, demo, out, "--max-steps", 3, "--resume")
-    assert journal(tmp_path / "former")[-1]["loss"] == journal(tmp_path / "whole")[-1]["loss"]
-    assert saved(tmp_path / "former")["loader"] == saved(tmp_path / "whole")["loader"]
-    assert {name: (tmp_path / "former" / name).read_text() for name in files} == files
-    assert not list((tmp_path / "whole").glob("run*.json"))
-
-
 @pytest.mark.parametrize(("words", "shuffle"), [([], True), (["sharded"], "sharded"), (["global"], "global"), (["true"], True)])
 def test_the_order_of_the_program_is_chosen(parts: Any, demo: Path, tmp_path: Path, words: list[str], shuffle: Any) -> None:
     options = ["--out", str(tmp_path), "--chunk", "8", "--image-size", "32", "32", *(["--shuffle", *words] if words else [])]
-    arguments = parts("arguments").parse([str(demo), *options])
+    arguments = importlib.import_module("train").parse([str(demo), *options])
     data = parts("data").open_data(arguments, importlib.import_module("accelerate").Accelerator(cpu=True))
     with data.train as loader:
         assert loader.state_dict()["order"]["shuffle"] == shuffle
@@ -243,7 +364,7 @@ def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(
     charts, drawn = parts("charts"), []
     monkeypatch.setattr(charts.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     data = parts("data").open_data(
-        parts("arguments").parse([str(demo), "--out", str(tmp_path), "--chunk", "8", "--image-size", "32", "32"]),
+        importlib.import_module("train").parse([str(demo), "--out", str(tmp_path), "--chunk", "8", "--image-size", "32", "32"]),
         importlib.import_module("accelerate").Accelerator(cpu=True),
     )
 
@@ -269,6 +390,54 @@ def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(
             assert predicted[real] == pytest.approx(recorded[real], abs=1e-6)
             checked += 1
     assert checked == 16
+
+
+def many_joints(root: Path) -> Path:
+    """The demo with an action of 9 joints, of which 2 to 8 move, each less than the one before. Names are a list in a list."""
+    info_file, stats_file = root / "meta/info.json", root / "meta/stats.json"
+    info, stats = json.loads(info_file.read_text()), json.loads(stats_file.read_text())
+    info["features"]["action"] |= {"shape": [9], "names": [[f"joint {number}" for number in range(9)]]}
+    size = np.array([0, 0, *[0.9**number for number in range(7)]], np.float32)
+    stats["action"] = {"min": [0] * 9, "max": [1] * 9, "mean": [0] * 9, "std": [1] * 9, "count": stats["action"]["count"]}
+    for file in root.glob("data/*/*.parquet"):
+        table = pq.read_table(file)
+        values = pa.array([*np.sin(np.array(table["frame_index"]))[:, None] * size], pa.list_(pa.float32()))
+        table = table.set_column(table.column_names.index("action"), "action", values)
+        pq.write_table(table.replace_schema_metadata(None), file)
+    info_file.write_text(json.dumps(info))
+    stats_file.write_text(json.dumps(stats))
+    return root
+
+
+def test_charts_show_the_actions_that_move_by_name(
+    program: Any, parts: Any, demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charts, drawn = parts("charts"), []
+    monkeypatch.setattr(charts.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    run(program, many_joints(demo_copy), tmp_path / "run", "--max-steps", 1)
+    figure = drawn[-1]
+    assert [axes.get_title() for axes in figure.axes[1:7]] == [f"joint {number}" for number in range(2, 8)]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["recorded", "predicted"]
+    for axes in (axes for axes in figure.axes if axes.lines):
+        drawn_values = np.concatenate([line.get_ydata() for line in axes.lines])
+        low, high = axes.get_ylim()
+        assert low <= np.nanmin(drawn_values) <= np.nanmax(drawn_values) <= high
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["x", "y"], ["x", "y"]),
+        ([["x", "y"]], ["x", "y"]),
+        ({"motors": ["x", "y"]}, ["x", "y"]),
+        ({"left": ["x"], "right": ["y"]}, ["x", "y"]),
+        ({"x": 0, "y": 1}, ["x", "y"]),
+        (["x"], ["action 0", "action 1"]),
+        (None, ["action 0", "action 1"]),
+    ],
+)
+def test_names_of_actions_are_found_in_every_form(parts: Any, names: Any, shown: list[str]) -> None:
+    assert parts("data").action_names({"shape": [2], "names": names}) == shown
 
 
 def another_robot(root: Path) -> Path:

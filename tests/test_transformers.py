@@ -36,7 +36,8 @@ def test_the_trainer_continues_as_if_it_was_never_cut(
     program: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an epoch and at its end: the same samples, and the same losses."""
-    steps, loss = list[Step](), program.ChunkPolicy.forward
+    policy = importlib.import_module("training.policy").ChunkPolicy
+    steps, loss = list[Step](), policy.forward
 
     def forward(self: Any, batch: dict[str, Any]) -> torch.Tensor:
         steps.append((batch["index"].tolist(), (found := loss(self, batch)).item()))
@@ -47,7 +48,7 @@ def test_the_trainer_continues_as_if_it_was_never_cut(
         program.main(options(demo, tmp_path / out, "--max-steps", max_steps, *more))
         return [*steps]
 
-    monkeypatch.setattr(program.ChunkPolicy, "forward", forward)
+    monkeypatch.setattr(policy, "forward", forward)
     epoch = program.dali_stream.Dataset(demo).num_frames // BATCH
     whole = train("whole", epoch + 2)
     cut = train("cut", 2) + train("cut", epoch, "--resume") + train("cut", epoch + 2, "--resume")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
 import dali_stream
 from training.data import Data
@@ -33,8 +33,7 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     training, validation = figure.subplots(1, 2)
     steps, losses = _curve(entries, "loss")
-    training.plot(steps, losses, color="0.8", linewidth=1)
-    training.plot(steps, _smooth(losses))
+    training.plot(steps, losses)
     training.set(title="training", xlabel="step", ylabel="loss of the policy")
     steps, errors = _curve(entries, "val_error")
     mean_error = _curve(entries, "mean_error")[1][-1:]
@@ -69,10 +68,10 @@ def samples(path: Path, data: Data, batch: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
-    """Draw a row for each frame of `data.shown`: the frame, and the recorded and the predicted chunk of each action.
+    """Draw a row for each frame of `data.shown`: the frame, and the recorded and the predicted chunk of the moving actions.
 
-    In a mixture, rows share the y-axes of their actions only if they are of the same dataset, since datasets may have different
-    units.
+    In a mixture, each dataset has its own choice of actions. Only rows of the same dataset share their y-axes, since datasets
+    may have different units.
 
     Args:
         path: Path of the PNG file.
@@ -83,40 +82,46 @@ def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
         batch = data.train.normalizer(next(iter(loader)))
     both = (batch[ACTION], policy.eval().predict(batch).reshape(batch[ACTION].shape))
     both = [actions(data.train.normalizer.inverse(batch | {ACTION: each})) for each in both]
-    right, predicted = (each.masked_fill(~recorded(batch), math.nan).cpu() for each in both)
-    datasets = batch.get("dataset", [""] * len(right))
-    columns = min(len(data.action_names), MOST_ACTIONS)
-    figure = Figure(figsize=(3 * (columns + 1), 2.4 * len(right)), layout="constrained")
-    rows = figure.subplots(len(right), columns + 1, squeeze=False)
-    _share_scales(rows[:, 1:], datasets)
-    for number, (first, *rest) in enumerate(rows):
-        _show_frame(first, batch, number, data.cameras)
-        names = data.joint_names.get(datasets[number], data.action_names)
-        _plot_actions(rest, names, data.shown["delta_timestamps"][ACTION], right[number], predicted[number])
-    drawn = [[axes for axes in column if axes.axison] for column in rows[:, 1:].T]
-    for column in filter(None, drawn):
-        column[-1].set_xlabel("s from now")
-    for axes in drawn[0][:1]:
-        axes.legend(fontsize=8)
+    right, predicted = (each.masked_fill(~recorded(batch), math.nan).cpu().numpy() for each in both)
+    stats, columns = data.train.dataset.stats[ACTION], min(data.action, MOST_ACTIONS) + 1
+    whole = np.ravel(stats["max"] - stats["min"] if {"min", "max"} <= stats.keys() else stats["std"])
+    figure = Figure(figsize=(3 * columns, 2.4 * len(right) + 0.4), layout="constrained")
+    axes = figure.subplots(len(right), columns, squeeze=False)
+    dataset = np.array(batch["dataset_index"].cpu() if "dataset_index" in batch else [0] * len(right))
+    for number in np.unique(dataset):
+        rows = np.flatnonzero(dataset == number)
+        chosen = moving(right[rows], whole)
+        for row in rows:
+            _show_frame(axes[row, 0], batch, row, data.cameras)
+            for chart in axes[row, 1 + len(chosen) :]:
+                chart.set_axis_off()
+            for chart, first, action in zip(axes[row, 1:], axes[rows[0], 1:], chosen, strict=False):
+                if chart is not first:
+                    chart.sharey(first)
+                chart.plot(data.shown["delta_timestamps"][ACTION], right[row, :, action], "k", label="recorded")
+                chart.plot(data.shown["delta_timestamps"][ACTION], predicted[row, :, action], "C1--", label="predicted")
+                chart.set_title(data.names[number][action], fontsize=9)
+                chart.set_xlabel("s from now", fontsize=8)
+    lines = next((chart.lines for chart in axes.flat if chart.lines), [])
+    figure.legend(handles=lines, loc="outside upper right", ncols=2, fontsize=9)
+    figure.supylabel("action, in the unit of the dataset", fontsize=9)
     figure.savefig(path, dpi=100)
 
 
-def _plot_actions(row: list[Axes], names: list[str], seconds: list[float], right: Tensor, predicted: Tensor) -> None:
-    """Plot the recorded and the predicted chunk, both of shape (chunk, D), of each named action. Other axes stay empty."""
-    for axes in row[len(names) :]:
-        axes.set_axis_off()
-    for action, (axes, name) in enumerate(zip(row, names, strict=False)):
-        axes.plot(seconds, right[:, action], "k", label="recorded")
-        axes.plot(seconds, predicted[:, action], "C1--", label="predicted")
-        axes.set_title(name, fontsize=9)
+def moving(chunks: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Return the actions that move most: those with the largest range in any chunk, relative to their range in the dataset.
 
+    Args:
+        chunks: Recorded actions, shape (B, chunk, D), NaN where nothing was recorded.
+        whole: Range of each action in the dataset, shape (D,).
 
-def _share_scales(rows: np.ndarray, datasets: list[str]) -> None:
-    """Give the rows of one dataset the same y-axis in each column."""
-    for number, name in enumerate(datasets):
-        for axes, same in zip(rows[number], rows[datasets.index(name)], strict=True):
-            if axes is not same:
-                axes.sharey(same)
+    Returns:
+        Up to `MOST_ACTIONS` dimensions in order, without those that were never recorded.
+    """
+    present = np.flatnonzero(np.isfinite(chunks).any(axis=(0, 1)))
+    ranges = np.fmax.reduce(np.fmax.reduce(chunks, axis=1) - np.fmin.reduce(chunks, axis=1))
+    relative = np.divide(ranges, whole, out=np.zeros(len(whole)), where=whole > 0)[present]
+    return np.sort(present[np.argsort(-relative, kind="stable")[:MOST_ACTIONS]])
 
 
 def _show_frame(axes: Axes, batch: dict[str, Any], number: int, cameras: list[str]) -> None:
@@ -134,12 +139,3 @@ def _show_frame(axes: Axes, batch: dict[str, Any], number: int, cameras: list[st
 def _curve(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     points = [(entry["step"], entry[key]) for entry in entries if key in entry]
     return [step for step, _ in points], [value for _, value in points]
-
-
-def _smooth(values: list[float], share: float = 0.9) -> list[float]:
-    """Return the exponential moving average with bias correction (Kingma and Ba 2015, section 3)."""
-    mean, smooth = 0.0, []
-    for count, value in enumerate(values, start=1):
-        mean = share * mean + (1 - share) * value
-        smooth.append(mean / (1 - share**count))
-    return smooth

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from action_chunks import augmented, colour_cameras
+from action_chunks import colour_cameras, loader_arguments
 
 import dali_stream
-from training.policy import ACTION, STATE
+from training.policy import ACTION, STATE, width
 
 Set = dali_stream.Dataset | dali_stream.Mixture
 
@@ -35,13 +35,16 @@ class Data:
     cameras: list[str]
     state: int
     """Width of the state, or 0 without a state."""
-    action_names: list[str]
-    """Name of each action. For a mixture, these are the names of the dataset with the most actions."""
-    joint_names: dict[str, list[str]]
-    """Names of the actions of each dataset of a mixture, by the dataset's name. Empty for a single dataset."""
+    action: int
+    """Width of an action."""
+    names: list[list[str]]
+    """Names of the actions of each dataset. The list is empty for a dataset of a mixture without actions."""
     tasks: int
-    datasets: int
-    """Number of datasets of a mixture, or 1 for a single dataset."""
+
+    @property
+    def datasets(self) -> int:
+        """Number of datasets of a mixture, or 1 for a single dataset."""
+        return len(self.names)
 
     def close(self) -> None:
         """Close both loaders."""
@@ -68,35 +71,28 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     if ACTION not in train.features or not train.cameras:
         raise ValueError(f"{train.uri} must have a camera and {ACTION!r}, got the keys {', '.join(train.features)}")
     fps = min(part.fps for part in parts)  # with the lowest rate, each dataset has a frame at each step of a chunk
-    common: dict[str, Any] = {
-        "batch_size": arguments.batch_size // ranks,
-        "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
-        "device": str(accelerator.device),
-        "num_threads": arguments.num_threads,
-        "frame_cache": arguments.frame_cache,
-        "frame_cache_bytes": arguments.frame_cache_bytes,
-        "on_error": arguments.on_error,
-    }
-    plain = common | {"image_size": size}
-    own = (plain if mixed else common) | {  # the augmentation also resizes, but requires frames of one size
-        "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
+    own = loader_arguments(train, fps, arguments.chunk, size) | {
         "seed": arguments.seed,
         "shuffle": arguments.shuffle == "true" or arguments.shuffle,
         "consumers": arguments.consumers,
-        "dali_graph": augmented(colour_cameras(train), size),
     }
+    common = {
+        "batch_size": arguments.batch_size // ranks,
+        "device": str(accelerator.device),
+        **{name: getattr(arguments, name) for name in ("num_threads", "frame_cache", "frame_cache_bytes", "on_error")},
+    }
+    plain = common | {"image_size": size, "delta_timestamps": own["delta_timestamps"]}
     # Each consumer reads different episodes, so with 4 consumers, the 4 frames are from different episodes.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     return Data(
-        train=dali_stream.Loader(train, **own),
+        train=dali_stream.Loader(train, **(plain if mixed else common) | own),
         val=dali_stream.Loader(val, **plain, shuffle=False, last_batch="partial") if val else None,
         shown=plain | {"dataset": val or train} | one_rank,
         cameras=colour_cameras(train),
-        state=math.prod(train.features[STATE]["shape"]) if STATE in train.features else 0,
-        action_names=_names(train.features[ACTION]),
-        joint_names=_joint_names(arguments.uri, train.datasets) if mixed else {},
+        state=width(train, STATE),
+        action=width(train, ACTION),
+        names=_joint_names(arguments.uri, train) if mixed else [action_names(train.features[ACTION])],
         tasks=max(max(part.tasks, default=0) for part in parts) + 1,
-        datasets=len(parts),
     )
 
 
@@ -166,23 +162,23 @@ def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]
     return [e for n, e in enumerate(episodes) if n not in out], [e for n, e in enumerate(episodes) if n in out]
 
 
-def _joint_names(uri: str, datasets: dict[str, dali_stream.Dataset]) -> dict[str, list[str]]:
-    """Return {dataset: names of its actions}. The list is empty for a dataset without actions.
-
-    A dataset of a mixture may have its actions under a key of its own.
-    """
-    keys = dali_stream.Mixture.file_arguments(uri).get("keys", {})
-    features = {
-        name: [feature for key, feature in dataset.features.items() if keys.get(name, {}).get(key, key) == ACTION]
-        for name, dataset in datasets.items()
-    }
-    return {name: _names(own[0]) if own else [] for name, own in features.items()}
+def _joint_names(uri: str, mixture: dali_stream.Mixture) -> list[list[str]]:
+    """Return the names of the actions of each dataset, which may have its actions under a key of its own."""
+    keys, names = dali_stream.Mixture.file_arguments(uri).get("keys", {}), []
+    for name, dataset in mixture.datasets.items():
+        own = [feature for key, feature in dataset.features.items() if keys.get(name, {}).get(key, key) == ACTION]
+        names.append(action_names(own[0]) if own else [])
+    return names
 
 
-def _names(feature: dict[str, Any]) -> list[str]:
-    """Return the name of each action. LeRobot's datasets store names as a list, as a list in a dict, or not at all."""
-    names = feature.get("names")
+def action_names(feature: dict[str, Any]) -> list[str]:
+    """Return the name of each action. Datasets have names in a list, in a list or dict of lists, as keys of a dict, or none."""
+    width, found = math.prod(feature["shape"]), _texts(feature.get("names"))
+    return found if len(found) == width else [f"action {n}" for n in range(width)]
+
+
+def _texts(names: Any) -> list[str]:
+    """Return the texts in nested lists and dicts, and the keys of a dict from names to indices."""
     if isinstance(names, dict):
-        names = next(iter(names.values()), None)
-    width = math.prod(feature["shape"])
-    return list(map(str, names)) if isinstance(names, list) and len(names) == width else [f"action {n}" for n in range(width)]
+        names = [key if isinstance(value, int) else value for key, value in names.items()]
+    return [text for each in names for text in _texts(each)] if isinstance(names, list) else [names] * isinstance(names, str)

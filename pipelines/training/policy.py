@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from action_chunks import ACTION, STATE, colour_cameras
 from torch import Tensor, nn
 from torch.nn import functional
 
-STATE, ACTION = "observation.state", "action"
+import dali_stream
 
 
 class ChunkPolicy(nn.Module):
@@ -83,6 +84,18 @@ class ChunkPolicy(nn.Module):
         tokens = seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
         missing = batch.get(f"{key}_is_missing")
         return tokens if missing is None else tokens * ~missing[:, None, None]
+
+
+def width(dataset: dali_stream.Dataset | dali_stream.Mixture, key: str) -> int:
+    """Return the number of values of a feature in a sample, or 0 if the dataset lacks it."""
+    return math.prod(dataset.features[key]["shape"]) if key in dataset.features else 0
+
+
+def make_policy(dataset: dali_stream.Dataset, chunk: int) -> ChunkPolicy:
+    """Create a policy for a dataset. Its random weights are always the same."""
+    torch.manual_seed(0)
+    tasks = max(dataset.tasks, default=0) + 1
+    return ChunkPolicy(colour_cameras(dataset), width(dataset, STATE), width(dataset, ACTION), chunk, tasks)
 
 
 def actions(batch: Mapping[str, Tensor]) -> Tensor:

@@ -77,6 +77,19 @@ def losses(out: Path) -> dict[int, float]:
     return dict(found)
 
 
+def saved(out: Path) -> dict[str, Any]:
+    """The checkpoint of a run: its step, and the states of model, optimizer and loader."""
+    import torch
+    from safetensors.torch import load_file
+
+    [folder] = (out / "checkpoints").iterdir()
+    files = {"optimizer": "optimizer.bin", "loader": "custom_checkpoint_0.pkl"}
+    states = {name: torch.load(folder / file, map_location="cpu", weights_only=True) for name, file in files.items()}
+    step = json.loads((folder / "run.json").read_text())["step"]
+    assert folder.name == f"step_{step:08}"
+    return {"step": step, "model": load_file(folder / "model.safetensors"), **states}
+
+
 def journal(out: Path) -> list[dict[str, Any]]:
     """The entries of a run's journal."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
