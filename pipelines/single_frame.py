@@ -27,7 +27,9 @@ def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
-    arguments = Parser("Single frames of every camera, cropped to their centre").streams().parse(argv)
+    parser = Parser("Single frames of every camera, cropped to their centre").streams()
+    parser.set_defaults(image_size=None)  # the size of the dataset
+    arguments = parser.parse(argv)
     dataset = dali_stream.Dataset(arguments.uri)
     loader = dali_stream.Loader(
         dataset,
