@@ -220,7 +220,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(
 ) -> None:
     torch.save({"arguments": {}, "model": {}, "step": 4}, tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit) as ended:
-        run(program, demo, tmp_path, *options)
+        run(program, demo, tmp_path, "--max-steps", 1, *options)
     assert ended.value.code == 2
     said = f"train.py: {tmp_path / 'checkpoint.pt'} is a checkpoint of an earlier version of train.py"
     assert said in capsys.readouterr().err
@@ -297,7 +297,7 @@ def test_a_tracker_that_is_not_installed_is_named(
     program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        run(program, demo, tmp_path, "--log-with", "tensorboard", "guestbook")
+        run(program, demo, tmp_path, "--max-steps", 1, "--log-with", "tensorboard", "guestbook")
     assert "--log-with must be of the trackers that are installed" in (said := capsys.readouterr().err)
     assert said.endswith("got guestbook\n")
 

@@ -87,7 +87,7 @@ def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
     whole = np.ravel(stats["max"] - stats["min"] if {"min", "max"} <= stats.keys() else stats["std"])
     figure = Figure(figsize=(3 * columns, 2.4 * len(right) + 0.4), layout="constrained")
     axes = figure.subplots(len(right), columns, squeeze=False)
-    dataset = np.array(batch["dataset_index"].cpu() if "dataset_index" in batch else [0] * len(right))
+    dataset = batch["dataset_index"].cpu().numpy() if "dataset_index" in batch else np.zeros(len(right), int)
     for number in np.unique(dataset):
         rows = np.flatnonzero(dataset == number)
         chosen = moving(right[rows], whole)
