@@ -164,7 +164,7 @@ def test_environment_and_repository_can_lie_elsewhere(cluster: TrainingCluster, 
         (("data", "--max-steps", "5"), {}, "--out must be the folder of the run"),
         (("data", "--out"), {}, "--out must be the folder of the run"),
         (("data", "--out="), {}, "--out must be the folder of the run"),
-        (("data", "--out", "--dummy"), {}, "--out must be the folder of the run"),
+        (("data", "--out", "--from-scratch"), {}, "--out must be the folder of the run"),
         (ARGUMENTS, {"VENV": "/nowhere"}, "VENV must be an environment with dali_stream, got /nowhere without"),
         (ARGUMENTS, {"REPO": "/nowhere"}, "REPO must be the folder that contains pipelines/train.py, but /nowhere"),
         (ARGUMENTS, {"SLURM_GPUS_PER_NODE": None}, "--gpus-per-node must be one number, the same for all nodes, got 'none'"),
@@ -186,7 +186,7 @@ def test_it_says_what_is_missing(
     assert not cluster.called()
 
 
-@pytest.mark.parametrize("form", [("--out=dir",), ("--dummy", "--out", "dir")])
+@pytest.mark.parametrize("form", [("--out=dir",), ("--from-scratch", "--out", "dir")])
 def test_out_is_found_in_either_form(form: tuple[str, ...], cluster: TrainingCluster) -> None:
     assert cluster.run(SCRIPT, "data", *form).returncode == 0
 
