@@ -317,8 +317,8 @@ FIRST = {  # {what a user types: the section that comes first}
     "30 fps data at 10 fps": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
     "frame rate": "answers.html#train-on-30-fps-data-at-10-fps-another-frame-rate",
     "pin_memory": "answers.html#does-it-need-pin_memory-non_blocking",
-    "licence": "answers.html#under-which-licence-license-is-it",
-    "license": "answers.html#under-which-licence-license-is-it",
+    "licence": "answers.html#under-which-licence-is-it-license-licenses",
+    "license": "answers.html#under-which-licence-is-it-license-licenses",
 }
 
 

@@ -189,7 +189,7 @@ def write_locked_wheels(folder: Path, checkout: Path, *locks: str) -> dict[str, 
     versions: dict[str, str] = {}
     for lock in locks:
         here = pins(lock, "{}.{}".format(*sys.version_info), "x86_64")
-        for name, version in here.items():
+        for name, version in here.items() - versions.items():  # written again, a file has another time, and another hash
             write_wheel(folder, name, version, modules.get(name, f"empty_{name.replace('-', '_')}"))
         digests = {name: sha256((folder / wheel_name(name, version)).read_bytes()) for name, version in here.items()}
         text = "".join(f"{name}=={version} --hash=sha256:{digests[name].hexdigest()}\n" for name, version in here.items())
