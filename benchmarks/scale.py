@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -30,18 +29,14 @@ from dali_stream.mp4.index import read_index
 from dali_stream.system.heap import trim_memory
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless
+from dali_stream.tools.environment import cpu_s
 
 BATCH = 64
 
 
-def cpu_s() -> float:
-    """Return the CPU time of this process in seconds."""
-    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-
-
 def rss() -> int:
     """Return the memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return environment.memory_bytes("VmRSS") or 0
 
 
 class Bench:

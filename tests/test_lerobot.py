@@ -734,7 +734,7 @@ def test_transforms_of_batches_need_a_lerobot_that_has_them(train: Train, script
 
 
 def test_files_are_read_from_the_streaming_data_root(script: Any, train: Train, demo: Path, tmp_path: Path) -> None:
-    """The metadata come from the dataset's own folder, which has nothing else."""
+    """The metadata are read from the dataset's own folder, which has nothing else."""
     metadata, files = tmp_path / "metadata", tmp_path / "files"
     shutil.copytree(demo / "meta", metadata / "meta")
     for name in ("data", "videos"):

@@ -93,7 +93,7 @@ def earlier(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 def resumed(source: Any, state: dict[str, Any]) -> bool:
-    """Whether a state is accepted. A version of states that was left behind must be named."""
+    """Whether a state is accepted. An earlier version of states must be named."""
     if state["version"] == STATE_VERSION:
         source.load_state_dict(state)
         return True

@@ -1,4 +1,4 @@
-"""What follows for one stream of batches from the configuration of a loader and the decoder of each camera."""
+"""Layout of one stream of batches, which follows from the configuration of a loader and the decoder of each camera."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def forget_peak() -> None:
 def peak_rss() -> int:
     """Return the peak memory of this process since its start or the last `forget_peak`, in bytes.
 
-    The peaks of the processes that it has started and that are running are added. What they share with it counts once.
+    The peaks of the processes that it has started and that are running are added. Memory that they share with it counts once.
     """
     started = [process.pid for process in psutil.Process().children(recursive=True)]
     own = memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -306,7 +306,7 @@ function addEventListener(name, listener) { handle = listener; }
 function postMessage(message) { answer = message; }
 """
 SETUP, QUERY = 0, 2  # types of messages
-FIRST = {  # {what a user types: the section that comes first}
+FIRST = {  # {what a user types: section of the first hit}
     "Prometheus": "tracing.html#prometheus",
     "notebook": "notebooks.html",
     "Jupyter": "notebooks.html",
