@@ -28,10 +28,10 @@ demo: install ## make a small dataset in .demo/dataset and stream it
 	$(VENV)/bin/dali-stream demo --root .demo/dataset $(ARGS)
 
 # What is there already goes on: with all of its steps behind it, it draws its pictures only.
-train-demo: install ## train a policy on a demo dataset, in a few minutes of a CPU; curves and predictions in .demo/run
+train-demo: install ## train a policy on a demo dataset, in a few minutes of a CPU; metrics and predictions in .demo/run
 	test -d .demo/small || $(VENV)/bin/dali-stream demo --root .demo/small --episodes 56 --size 120x160
 	$(VENV)/bin/python pipelines/train.py .demo/small --out .demo/run --resume --device cpu --val-episodes 4 \
-	    --image-size 96 128 --chunk 20 --max-steps 500 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
+	    --image-size 96 128 --chunk 20 --max-steps 500 --save-every 100 --learning-rate 1e-3 $(ARGS)
 
 bench: install ## measure data loading on the demo dataset; ends with a table, and summary.csv in .demo/bench
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
@@ -44,9 +44,8 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
 	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
 	    --window observation.images.top=-1,-0.5,0 --image-size 150x200
-	$(VENV)/bin/python pipelines/train.py .demo/dataset --out .demo/replay --device cpu --batch-size 3 --image-size 112x144 \
-	    --chunk 30 --show 0 5
-	cp .demo/replay/batch.png docs/figures/replay.png
+	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/replay.png --batch-size 3 --image-size 112x144 \
+	    --epoch 0 --batch 5 --plots --normalize mean_std
 	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
 	    benchmarks/results/peers_windows_g1_2cores.json --frame-cache benchmarks/results/disk_frames_2cores.json \
 	    --out docs/figures/peers.svg

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from action_chunks import loader_arguments
-from examples import Parser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from training.policy import make_policy
+from plain_loop import Policy, loader_arguments, training_parser
 
 import dali_stream
+from dali_stream.checks.frame_size import join_sizes
 
 
 class Epochs(dali_stream.Loader):
@@ -39,7 +38,8 @@ class Cloning(LightningModule):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         self.arguments, self.dataset, self.saved = arguments, dali_stream.Dataset(arguments.uri), None
-        self.policy = make_policy(self.dataset, arguments.chunk)
+        torch.manual_seed(0)
+        self.policy = Policy(self.dataset, arguments.chunk)
 
     def train_dataloader(self) -> dali_stream.Loader:
         """Create the Loader. It needs its rank, and torch.distributed is initialized when Lightning calls this method.
@@ -47,7 +47,7 @@ class Cloning(LightningModule):
         Lightning does not wrap the Loader, because it is not a torch DataLoader.
         """
         size, device = self.arguments.batch_size // self.trainer.world_size, str(self.device)
-        options = loader_arguments(self.dataset, self.dataset.fps, self.arguments.chunk, self.arguments.image_size)
+        options = loader_arguments(self.dataset, self.arguments.chunk, self.arguments.image_size)
         self.loader = Epochs(self.dataset, batch_size=size, device=device, **options)
         self.loader.trainer = self.trainer
         if self.saved:
@@ -72,9 +72,9 @@ class Cloning(LightningModule):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train. Save every --save-every steps and at the end of each epoch, which for Lightning is also the step --max-steps."""
-    parser = Parser("Behaviour cloning under PyTorch Lightning").trains()
+    parser = training_parser("Behaviour cloning under PyTorch Lightning")
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
-    arguments = parser.parse(argv)
+    arguments = parser.parse_args(join_sizes(argv))
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
         parser.error(f"{file} exists already. Continue from it with --resume, or name another --out")
     saves = [

@@ -16,13 +16,12 @@ from typing import Any
 
 import ray
 import torch
-from action_chunks import loader_arguments
-from examples import Parser
+from plain_loop import Policy, loader_arguments, training_parser
 from ray import train as ray_train
 from ray.train.torch import TorchTrainer, get_device, prepare_model
-from training.policy import make_policy
 
 import dali_stream
+from dali_stream.checks.frame_size import join_sizes
 
 
 def train(arguments: dict[str, Any]) -> None:
@@ -31,9 +30,10 @@ def train(arguments: dict[str, Any]) -> None:
     if arguments["batch_size"] % ranks:
         raise ValueError(f"--batch-size must be a multiple of the {ranks} workers, got {arguments['batch_size']}")
     dataset, device = dali_stream.Dataset(arguments["uri"]), get_device()
-    policy = make_policy(dataset, arguments["chunk"]).to(device)
+    torch.manual_seed(0)
+    policy = Policy(dataset, arguments["chunk"]).to(device)
     model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
-    options = loader_arguments(dataset, dataset.fps, arguments["chunk"], arguments["image_size"])
+    options = loader_arguments(dataset, arguments["chunk"], arguments["image_size"])
     size = arguments["batch_size"] // ranks
     with dali_stream.Loader(
         dataset, batch_size=size, device=str(device), **options
@@ -69,17 +69,17 @@ def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train. If the program itself is killed, start it again with --resume. Ray then finds the last checkpoint in --out."""
-    parser = Parser("Behaviour cloning under Ray Train", batch_size=48).trains(devices=("auto", "cuda", "cpu"))
+    parser = training_parser("Behaviour cloning under Ray Train")
     workers = "least and most workers; the run takes as many as the cluster has room for"
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
     parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
-    parser.set_defaults(save_every=100)
-    arguments = parser.parse(argv)
+    parser.set_defaults(save_every=100, batch_size=48)
+    arguments = parser.parse_args(join_sizes(argv))
     if arguments.out.exists() and not arguments.resume:
         parser.error(f"{arguments.out} exists already. Continue from it with --resume, or name another --out")
     if not ray.is_initialized():
         ray.init()
-    gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())
+    gpu = arguments.device == "auto" and "GPU" in ray.cluster_resources()
     if Path(arguments.uri).exists():
         arguments.uri = str(Path(arguments.uri).resolve())  # workers have their own working directory
     names = ("uri", "max_steps", "save_every", "batch_size", "chunk", "image_size")

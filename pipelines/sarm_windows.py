@@ -8,13 +8,15 @@ CLIP's image encoders. Steps before the start of the episode show its first fram
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from examples import Parser, show
 from nvidia.dali import fn, types
 
 import dali_stream
+from dali_stream.checks.frame_size import frame_size, join_sizes
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # openai/CLIP, clip.py
 
@@ -43,20 +45,29 @@ def past(steps: int, spacing: float, fps: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Stream some batches, and print their shapes and the rate."""
-    parser = Parser("Windows of the past, of all cameras", batch_size=8).streams(batches=20)
+    parser = argparse.ArgumentParser(description="Windows of the past, of all cameras")
+    parser.add_argument("uri", help="a LeRobot dataset")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--spacing", type=float, default=1.0, help="seconds between steps")
-    arguments = parser.parse(argv)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
+    arguments = parser.parse_args(join_sizes(argv))
     dataset = dali_stream.Dataset(arguments.uri)
     window = past(arguments.steps, arguments.spacing, dataset.fps)
-    loader = dali_stream.Loader(
+    started = time.perf_counter()
+    with dali_stream.Loader(
         dataset,
         batch_size=arguments.batch_size,
         delta_timestamps={key: window for key in (*dataset.cameras, "observation.state") if key in dataset.features},
         image_size=arguments.image_size,
         dali_graph=for_clip([key for key in dataset.cameras if not dataset.features[key].is_depth]),
-    )
-    show(loader, arguments.batches)
+    ) as loader:
+        for number, batch in zip(range(arguments.batches), loader, strict=False):
+            for key, value in batch.items() if number == 0 else ():
+                print(f"{key}: {tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else f"{key}: {value[0]!r}, ...")
+    seconds = time.perf_counter() - started
+    print(f"{arguments.batches * arguments.batch_size / seconds:.0f} samples/s, the first batch included")
 
 
 if __name__ == "__main__":

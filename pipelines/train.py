@@ -10,12 +10,11 @@ and ignores --num_processes. `torchrun --nproc-per-node N` also starts N process
 URI may also be a mixture file (.yaml, .yml or .json) of several datasets. See docs/mixtures.md.
 
 The program writes a checkpoint of Accelerate (model, optimizer and loader) to DIR/checkpoints, metrics.jsonl and the files of
-other trackers to DIR, and at the end loss.png and chunks.png. With --show EPOCH BATCH, it draws the batch of any step to
-batch.png. See docs/replay.md.
+other trackers to DIR, and at the end chunks.png, which shows predicted and recorded actions.
 
 With --resume, a run that was killed continues from its last checkpoint, with the next sample. The number of processes may
-change, but it must divide --consumers. --batch-size is the number of samples of all processes together, so the batches stay the
-same.
+change, but it must divide the consumers of the order, which --loader consumers=N sets. --batch-size is the number of samples of
+all processes together, so the batches stay the same.
 
 On SIGTERM or Ctrl-C, the program finishes the current batch and saves the run, and each process exits with 143 or 130. torchrun
 and accelerate launch exit with 1 instead. They kill the processes after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
@@ -26,95 +25,267 @@ The program requires tensorboard and matplotlib: pip install -c constraints.txt 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    # Threads of OpenMP sleep while they wait, so that they leave a CPU with other work to it. torch reads this on import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    if os.environ.get("RANK", "0") == "0":
+        print("train.py: importing torch", file=sys.stderr, flush=True)
+
+import argparse
+import math
+import signal
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import chain, repeat
+from typing import Any
 
-from dali_stream.checks.frame_size import frame_size, join_sizes
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
+from plain_loop import Policy, actions, recorded, training_parser
+from tqdm import tqdm
+from training import charts, checkpoint
+from training.data import open_data
+from training.journal import JsonLines
+from training.preemption import Preemption
 
+import dali_stream
+from dali_stream.checks.frame_size import join_sizes
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Formatter that shows defaults other than None and False, and does not wrap the description."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        nothing = action.default is None or action.default is False
-        return action.help if nothing else super()._get_help_string(action)
+WARM_UP = 100  # steps in which the learning rate increases
+WEIGHT_DECAY, CLIP = 1e-4, 1.0  # of AdamW, and the largest norm of a gradient
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit if it is invalid."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser = training_parser("Behaviour cloning with action chunks. See docs/training.md")
     add = parser.add_argument
-    add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")
-    add("--out", type=Path, required=True, help="folder of the run")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
-    add("--show", nargs=2, type=int, metavar=("EPOCH", "BATCH"), help="do not train, but draw this batch of the run, by its "
-        "entry in metrics.jsonl, to batch.png; the other arguments must be those of the run")  # fmt: skip
-    add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
-    add("--batch-size", type=int, default=32, help="samples per step of all processes together")
-    add("--chunk", type=int, default=50, help="actions per chunk, one per frame")
-    size = "size of the frames that the policy gets, in pixels; HEIGHT WIDTH also works"
-    add("--image-size", type=frame_size, default="224x224", metavar="HxW", help=size)
-    add("--policy", choices=("compact", "lerobot-act"), default="compact", help="compact: the policy of training/policy.py; "
-        "lerobot-act: LeRobot's ACT")  # fmt: skip
-    add("--from-scratch", action="store_true", help="start lerobot-act without ImageNet weights, which it would download")
-    rate = "peak of the learning rate, after the warm-up and before the cosine decay"
-    add("--learning-rate", type=float, default=3e-4, help=rate)
-    add("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
-    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on, evenly spread")
-    add("--val-every", type=int, default=1000, help="steps between validations")
-    add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--learning-rate", type=float, default=3e-4, help="peak, after the warm-up and before the cosine decay")
+    add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on before each checkpoint")
     add("--log-every", type=int, default=10, help="steps between entries of metrics.jsonl and of the other trackers")
     trackers = "trackers of Accelerate, such as tensorboard and wandb, in addition to metrics.jsonl"
     add("--log-with", nargs="*", default=["tensorboard"], metavar="NAME", help=trackers)
     add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
-    add("--shuffle", choices=("true", "sharded", "global"), default="true", help="true: pools of episodes; sharded: the same, "
-        "with the same frames for a process in all epochs, so that the memory of all processes adds up; global: a permutation "
-        "of all frames (default: true)")  # fmt: skip
-    add("--consumers", type=int, help="consumers of the order; a run can continue on any number of processes that divides it "
-        "(default: chosen for --batch-size)")  # fmt: skip
-    add("--num-threads", type=int, help="decode threads of each process (default: its cores)")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU if one exists")
-    add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
-    add("--data-files-root", help="address of data/ and videos/, if they are not beside meta/")
-    add("--cache-dir", help="folder for fetched bytes of a remote dataset")
-    add("--frame-cache", help="folder for decoded frames, which all processes of a machine and later runs share")
-    add("--frame-cache-bytes", help="size limit of --frame-cache, such as 200GiB (default: none on a disk)")
-    add("--clock", choices=("timestamp", "frame_index"), help="column that locates the frame of a row; frame_index for "
-        "wall-clock timestamps (default: timestamp)")  # fmt: skip
-    add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "
-        "frame)")  # fmt: skip
-    add("--give-up-after-s", type=float, help="time limit of a request for remote data with all attempts, in seconds "
-        "(default: 60)")  # fmt: skip
-    add("--on-error", choices=("raise", "substitute"), default="raise", help="substitute: replace samples that cannot be read "
-        "or decoded by others of the batch, and count them")  # fmt: skip
+    named: dict[str, Any] = {"nargs": "+", "action": "extend", "type": _named, "default": [], "metavar": "NAME=VALUE"}
+    add("--dataset", **named, help="arguments of dali_stream.Dataset, such as revision=v2 cache_dir=/cache clock=frame_index")
+    add("--loader", **named, help="arguments of dali_stream.Loader, such as shuffle=sharded consumers=64 frame_cache=/frames")
+    parser.set_defaults(max_steps=20_000)
     arguments = parser.parse_args(join_sizes(argv))
-    for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
+    for name in ("max_steps", "batch_size", "chunk", "save_every", "log_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}")
-    if min(arguments.image_size) < 32:
-        size = "x".join(map(str, arguments.image_size))
-        parser.error(f"--image-size must be 32x32 or more, since a policy makes one token of 32x32 pixels, got {size}")
-    if arguments.clip <= 0:
-        parser.error(f"--clip must be greater than 0, the largest norm that a gradient keeps, got {arguments.clip}")
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train. Exit with 143 or 130 if SIGTERM or Ctrl-C ends the run early, and with 1 if the disk of --out is full."""
-    arguments = parse(argv)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train.py: opening {arguments.uri}", file=sys.stderr, flush=True)
-    from training import run  # imports torch, which takes seconds
+def _named(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=VALUE. The value is YAML: true, 8, 0.1, a text, or [a, b]."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE with a value in YAML, got {text!r}") from None
 
-    run.main(arguments)
+
+class Run:
+    """A training run, which starts at step 0 or at its checkpoint.
+
+    Args:
+        arguments: Arguments of the command line, see `parse`.
+
+    Raises:
+        ValueError, TypeError: If the arguments do not fit the dataset or the checkpoint.
+        DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.step, self.norm = arguments, 0, torch.tensor(0.0)
+        out, cpu = arguments.out, arguments.device == "cpu"
+        if (saved := checkpoint.newest(out)) and not arguments.resume:
+            raise ValueError(f"{saved} already exists. Continue from it with --resume, or name another --out")
+        if missing := set(arguments.log_with) - {str(each) for each in get_available_trackers()}:
+            raise ValueError(f"--log-with must be of the trackers that are installed, got {', '.join(missing)}")
+        journal, logs = JsonLines(out / "metrics.jsonl"), ProjectConfiguration(str(out), str(out / "tensorboard"))
+        self.accelerator = accelerator = Accelerator(cpu=cpu, log_with=[journal, *arguments.log_with], project_config=logs)
+        accelerator.gradient_accumulation_steps = 1  # Accelerate's configuration may have more, which divides gradients
+        self.train_loader, self.val_loader, self.example = open_data(arguments, accelerator)
+        torch.manual_seed(arguments.seed)
+        self.policy = Policy(self.train_loader.dataset, arguments.chunk)
+        optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
+        self.model, self.optimizer = accelerator.prepare(self.policy, optimizer)
+        checkpoint.register(accelerator, self.train_loader)
+        if saved:
+            self.step, changes = checkpoint.load(accelerator, saved, arguments)
+            for text in changes:
+                self._print(f"{text} from here on")
+        out.mkdir(parents=True, exist_ok=True)
+        # A run that was saved when a signal interrupted its validation repeats this validation.
+        entries = journal.cut(self.step) if accelerator.is_main_process else []
+        done = any(entry["step"] == self.step and "val_error" in entry for entry in entries)
+        self.unvalidated = self._is_validated_at(self.step) and not broadcast_object_list([done])[0]
+        wandb = {"name": out.name, "dir": str(out), "config": vars(arguments) | {"out": str(out)}}
+        accelerator.init_trackers("dali_stream", None, {"tensorboard": {"purge_step": self.step + 1}, "wandb": wandb})
+        episodes = [loader.dataset.num_episodes if loader else 0 for loader in (self.train_loader, self.val_loader)]
+        self._print(
+            f"processes: {accelerator.num_processes} on {accelerator.device.type}; episodes: {episodes[0]} to train on, "
+            f"{episodes[1]} to validate on; steps: {self.step} of {arguments.max_steps} are done"
+        )
+        self.train_loader.metrics()  # the next call covers the time from here on
+
+    def train(self, preemption: Preemption) -> bool:
+        """Train up to --max-steps steps. Return False if a signal ends the run earlier."""
+        arguments, main, last = self.arguments, self.accelerator.is_main_process, self.arguments.max_steps
+        batches = chain.from_iterable(repeat(self.train_loader))  # epoch after epoch, from the position of the loader
+        with tqdm(total=last, initial=self.step, unit="step", disable=not (main and sys.stderr.isatty())) as bar:
+            while True:
+                asked = preemption.agreed() or (self.unvalidated and not self._validate(preemption))
+                if asked or self.step >= last or (self.step > 0 and self.step % arguments.save_every == 0):
+                    self._save()
+                if asked:
+                    name = signal.Signals(preemption.signal).name
+                    self._print(f"{name}: ended at step {self.step}, saved; --resume continues")
+                    return False
+                if self.step >= last:
+                    break
+                self.step += 1
+                loss = self._descend(next(batches))
+                bar.update()
+                if self.step % arguments.log_every == 0 or self.step == last:
+                    self._log(loss)
+                self.unvalidated = self._is_validated_at(self.step)
+        if main:
+            charts.action_chunks(arguments.out / "chunks.png", self.train_loader, self.example, self.policy)
+        return True
+
+    def close(self) -> None:
+        """Close the loaders and the trackers."""
+        for loader in filter(None, (self.train_loader, self.val_loader)):
+            loader.close()
+        self.accelerator.end_training()
+
+    def _is_validated_at(self, step: int) -> bool:
+        due = step % self.arguments.save_every == 0 or step == self.arguments.max_steps
+        return self.val_loader is not None and step > 0 and due
+
+    def _descend(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Make one step of the optimizer. Return the loss of this process's part of the batch."""
+        # A policy's random numbers are a function of the step, so a resumed run uses the same numbers as an uninterrupted one.
+        torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        loss = self.model(batch)
+        self.accelerator.backward(loss)
+        self.norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _rate(self) -> float:
+        cosine = (1 + math.cos(math.pi * (self.step - 1) / self.arguments.max_steps)) / 2
+        return self.arguments.learning_rate * min(self.step / WARM_UP, cosine)
+
+    def _log(self, loss: torch.Tensor) -> None:
+        """Log the mean loss of this step over all processes, and what the loader did since the last entry."""
+        loader, accelerator = self.train_loader, self.accelerator
+        metrics = loader.metrics()
+        values = {
+            "loss": float(accelerator.reduce(loss, "mean")),
+            "learning_rate": self._rate(),
+            "samples_per_s": metrics.pop("samples_per_s") * accelerator.num_processes,
+            "wait_share": metrics.pop("wait_share"),
+            "epoch": loader.epoch,
+            "batch": loader.batch_index - 1,
+        }
+        accelerator.log(values | {f"loader/{name}": value for name, value in metrics.items()}, self.step)
+        left = (self.arguments.max_steps - self.step) * self.arguments.batch_size / max(values["samples_per_s"], 1e-9)
+        self._print_values(f", {tqdm.format_interval(left)} left", values)
+
+    @torch.no_grad()
+    def _validate(self, preemption: Preemption) -> bool:
+        """Log the mean absolute error on the validation episodes, and the error of predicting the mean, in standard deviations.
+
+        Returns:
+            Whether the validation was completed. A signal interrupts it, and the resumed run repeats it.
+        """
+        totals, asked = torch.zeros(3, device=self.accelerator.device), False
+        self.policy.eval()
+        for batch in self.val_loader:
+            batch = self.train_loader.normalizer(batch)
+            right, real = actions(batch), recorded(batch)
+            with self.accelerator.autocast():
+                wrong = self.policy.predict(batch) - right
+            totals += torch.stack([wrong[real].abs().sum(), right[real].abs().sum(), real.sum()])
+            if asked := preemption.agreed():  # each process has the same number of batches, so all of them end here or none
+                break
+        self.policy.train()
+        own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
+        self.train_loader.metrics()  # the time of the validation does not count as training
+        if not asked:
+            values = {"val_error": own / count, "mean_error": mean / count}
+            self.accelerator.log(values, self.step)
+            self._print_values("", values)
+            self.unvalidated = False
+        return not asked
+
+    def _save(self) -> None:
+        """Save the run. All processes are at the same step, and have the same state.
+
+        Raises:
+            FloatingPointError: If the gradient of the last step was not finite, in all processes. Nothing is saved.
+            OSError: If the checkpoint cannot be written. The previous one remains. The other processes exit with 1.
+        """
+        # After a gradient that is not finite, neither weights nor any later gradient are. Reading it here waits for the GPU.
+        if not math.isfinite(self.norm):
+            raise FloatingPointError(
+                f"a gradient was not finite, at step {self.step} or before, so nothing is saved. Resume from the last "
+                "checkpoint with a smaller --learning-rate"
+            )
+        problem = None
+        if self.accelerator.is_main_process:
+            try:
+                checkpoint.save(self.accelerator, self.arguments, self.step)
+            except OSError as error:
+                problem = error
+        [is_saved] = broadcast_object_list([problem is None])  # the others wait here until the checkpoint is complete
+        if problem is not None:
+            raise problem
+        if not is_saved:
+            sys.exit(1)
+        self.train_loader.metrics()
+
+    def _print_values(self, left: str, values: dict[str, float]) -> None:
+        text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._print(f"step {self.step} of {self.arguments.max_steps}{left}: {text}")
+
+    def _print(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(text, file=sys.stderr)  # above the progress bar
+            sys.stderr.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train. Exit with 143 or 130 if SIGTERM or Ctrl-C ends the run early, and with 1 if a checkpoint cannot be written."""
+    arguments, preemption = parse(argv), Preemption()
+    try:
+        run = Run(arguments)
+    except (ValueError, TypeError, OSError, dali_stream.DaliStreamError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        finished = run.train(preemption)
+    except OSError as error:
+        sys.exit(f"train.py: {error}")
+    finally:
+        run.close()
+    if not finished:
+        preemption.leave()
 
 
 if __name__ == "__main__":
-    # Threads of OpenMP sleep while they wait, so that they leave a CPU with other work to it. torch reads this on import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     main()

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import loader_arguments
-from examples import Parser
-from training.policy import make_policy
+from plain_loop import Policy, loader_arguments, training_parser
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import dali_stream
+from dali_stream.checks.frame_size import join_sizes
 
 LOADER = "loader.pt"  # file in each checkpoint
 
@@ -47,8 +46,8 @@ class SaveLoader(TrainerCallback):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train."""
-    parser = Parser("Behaviour cloning under the Trainer of transformers").trains()
-    arguments = parser.parse(argv)
+    parser = training_parser("Behaviour cloning under the Trainer of transformers")
+    arguments = parser.parse_args(join_sizes(argv))
     checkpoint = get_last_checkpoint(arguments.out) if arguments.out.exists() else None
     if checkpoint and not arguments.resume:
         parser.error(f"{checkpoint} exists already. Continue from it with --resume, or name another --out")
@@ -67,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--batch-size must be a multiple of the {settings.world_size} processes, got {arguments.batch_size}")
     settings.per_device_train_batch_size = arguments.batch_size // settings.world_size
     dataset = dali_stream.Dataset(arguments.uri)
-    policy = make_policy(dataset, arguments.chunk)
-    policy.to(memory_format=torch.contiguous_format)  # safetensors cannot save other formats
-    options = loader_arguments(dataset, dataset.fps, arguments.chunk, arguments.image_size)
+    torch.manual_seed(0)
+    policy = Policy(dataset, arguments.chunk)
+    options = loader_arguments(dataset, arguments.chunk, arguments.image_size)
     options |= {"batch_size": settings.per_device_train_batch_size, "memory_format": "contiguous"}
     # The Loader gets its rank from torch.distributed, which TrainingArguments has initialized.
     with dali_stream.Loader(dataset, device=str(settings.device), **options) as loader:

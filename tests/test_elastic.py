@@ -43,10 +43,10 @@ def test_a_sharded_run_goes_on_with_more_processes_and_with_fewer(small: Path, t
     """Over three epochs. SIGTERM ends one process in the first epoch, and two processes in the second one."""
     with Loader(Dataset(small, cameras=[]), batch_size=8, rank=0, world_size=1) as loader:
         epoch = len(loader)
-    options = ["--shuffle", "sharded", "--max-steps", 3 * epoch]
+    options = ["--loader", "shuffle=sharded", "--max-steps", 3 * epoch]
     train_here(small, tmp_path / "whole", *options)
     with in_this_process() as program, pytest.MonkeyPatch.context() as patch:
-        run_class = importlib.import_module("training.run").Run
+        run_class = importlib.import_module("train").Run
         seen, descend = [], run_class._descend
 
         def interrupted(run: Any, batch: Any) -> Any:

@@ -38,7 +38,7 @@ dataset = dali_stream.Dataset
 dali_stream.Dataset = lambda uri: dataset(uri, episodes=[1, 4])
 
 program = importlib.import_module(sys.argv[1])
-policy = program.Policy if sys.argv[1] == "plain_loop" else importlib.import_module("training.policy").ChunkPolicy
+policy = importlib.import_module("plain_loop").Policy
 whole = policy.forward
 def forward(self, batch):
     loss = whole(self, batch)
@@ -68,8 +68,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steps(name: str, monkeypatch: pytest.MonkeyPatch, importable: None) -> Iterator[list[Step]]:
     """Training steps of a program in this process, on two episodes and with sums in one order."""
-    program, found, dataset = importlib.import_module(name), list[Step](), dali_stream.Dataset
-    policy = program.Policy if name == "plain_loop" else importlib.import_module("training.policy").ChunkPolicy
+    found, dataset = list[Step](), dali_stream.Dataset
+    policy = importlib.import_module("plain_loop").Policy
     whole = policy.forward
 
     def forward(self: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_lightning_goes_on_from_every_kind_of_checkpoint(
 
     def forward(self: Any, batch: dict[str, Any]) -> torch.Tensor:
         trained.append(batch["index"].tolist())
-        return self.query.mean()
+        return self.task.weight.mean()
 
     def save(trainer: Any, *_: Any) -> None:
         if trainer.global_step == saved:
@@ -220,7 +220,7 @@ def test_lightning_goes_on_from_every_kind_of_checkpoint(
         cloning.loader.close()
         return [*trained]
 
-    monkeypatch.setattr(importlib.import_module("training.policy").ChunkPolicy, "forward", forward)
+    monkeypatch.setattr(importlib.import_module("plain_loop").Policy, "forward", forward)
     monkeypatch.setattr(dali_stream, "Dataset", lambda uri: dataset(uri, cameras=[]))
     whole = fit(STEPS, None)
     assert len(whole) == 12

@@ -19,11 +19,11 @@ from dali_stream.cli import main
 ROOT = Path(__file__).parents[1]
 FORMS = [("96x128",), ("96", "128")]
 BOTH = "must be HEIGHTxWIDTH or HEIGHT WIDTH"
-# Programs of argparse with the option. Most of pipelines/ have it from examples.py.
+# Programs of argparse with the option. Most of pipelines/ have it from plain_loop.py.
 PROGRAMS = [
     path.relative_to(ROOT)
     for path in sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("pipelines/*.py")])
-    if path.name != "examples.py" and ('"--image-size"' in (text := path.read_text()) or "from examples import" in text)
+    if '"--image-size"' in (text := path.read_text()) or "training_parser" in text
 ]
 FRAMEWORKS = {"lightning_module": "lightning", "ray_train": "ray", "transformers_trainer": "transformers"}
 
@@ -127,15 +127,6 @@ def test_programs_name_both_forms(
         parsed(program, [*needed(program), "--image-size", *size], monkeypatch)
     assert ended.value.code == 2
     assert f"argument --image-size: {BOTH}" in capsys.readouterr().err
-
-
-def test_a_train_run_refuses_frames_of_less_than_a_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
-    with pytest.raises(SystemExit):
-        importlib.import_module("train").parse(["URI", "--out", "run", "--image-size", "16", "128"])
-    assert "--image-size must be 32x32 or more" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------- joining

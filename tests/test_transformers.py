@@ -36,7 +36,7 @@ def test_the_trainer_continues_as_if_it_was_never_cut(
     program: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an epoch and at its end: the same samples, and the same losses."""
-    policy = importlib.import_module("training.policy").ChunkPolicy
+    policy = importlib.import_module("plain_loop").Policy
     steps, loss = list[Step](), policy.forward
 
     def forward(self: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Modules of `train.py`: data, policies, checkpoint, journal, charts and the handler of SIGTERM."""
+"""Modules of `train.py`: data, checkpoints, journal, charts and the handler of SIGTERM."""

@@ -8,38 +8,34 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
-NAME = "metrics.jsonl"
-
 
 class JsonLines(GeneralTracker):
     """Tracker for `Accelerator(log_with=)`. See `accelerate.tracking.GeneralTracker` for its methods.
 
     Args:
-        out: Folder of the run.
+        path: Path of the file.
     """
 
     name, requires_logging_directory = "jsonl", False
 
-    def __init__(self, out: Path) -> None:
-        self.tracker = out / NAME  # before the check of the base class
+    def __init__(self, path: Path) -> None:
+        self.tracker = path  # before the check of the base class
         super().__init__()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        own = {name: value for name, value in values.items() if "/" not in name}  # without the metrics of the loader
         with self.tracker.open("a") as file:
-            file.write(json.dumps({"step": step, **own}) + "\n")
+            file.write(json.dumps({"step": step, **values}) + "\n")
 
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Remove the entries after a step, because a run that resumes from a checkpoint of this step repeats the later ones.
 
-def read(out: Path) -> list[dict[str, Any]]:
-    """Return the entries of a run in order. The last line is omitted if it is incomplete because the run was killed."""
-    path = out / NAME
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def cut(out: Path, step: int) -> None:
-    """Remove the entries after a step, because a run that resumes from a checkpoint of this step repeats the later ones."""
-    partial = out / f"{NAME}.partial"
-    partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in read(out) if entry["step"] <= step))
-    partial.replace(out / NAME)  # atomic
+        Returns:
+            The remaining entries. The last line of the file is removed if it is incomplete because the run was killed.
+        """
+        lines = self.tracker.read_text().split("\n")[:-1] if self.tracker.exists() else []
+        entries = [entry for entry in map(json.loads, lines) if entry["step"] <= step]
+        partial = self.tracker.with_suffix(".partial")
+        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        partial.replace(self.tracker)  # atomic
+        return entries

@@ -112,8 +112,8 @@ def test_programs_have_the_options_that_are_named() -> None:
     assert len(named) > 10
     for where, m in named:
         source = (ROOT / m[1]).read_text()
-        if "from examples import" in source:
-            source += (ROOT / "pipelines/examples.py").read_text()
+        if "training_parser" in source:
+            source += (ROOT / "pipelines/plain_loop.py").read_text()
         if "program.run(" in source or "on_gpu(" in source:
             source += (ROOT / "benchmarks/program.py").read_text()
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", m[2]):

@@ -17,7 +17,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Frames of one token, and every step in the journal.
-SMALL = ["--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--consumers", 8, "--log-every", 1, "--device", "cpu"]
+SMALL = [
+    "--image-size",
+    32,
+    32,
+    "--chunk",
+    8,
+    "--batch-size",
+    8,
+    "--loader",
+    "consumers=8",
+    "--log-every",
+    1,
+    "--device",
+    "cpu",
+]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
