@@ -164,10 +164,9 @@ class Run:
         return True
 
     def close(self) -> None:
-        """Close the loaders and the trackers."""
+        """Close the loaders."""
         for loader in filter(None, (self.train_loader, self.val_loader)):
             loader.close()
-        self.accelerator.end_training()
 
     def _is_validated_at(self, step: int) -> bool:
         due = step % self.arguments.save_every == 0 or step == self.arguments.max_steps
@@ -283,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"train.py: {error}")
     finally:
         run.close()
+    run.accelerator.end_training()
     if not finished:
         preemption.leave()
 
