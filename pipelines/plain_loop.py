@@ -42,11 +42,11 @@ def loader_arguments(dataset: Dataset | Mixture, chunk: int, size: tuple[int, in
     """
     rates = dataset.fps.values() if isinstance(dataset, Mixture) else [dataset.fps]
     return {
-        # With the lowest rate, each dataset of a mixture has a frame at each step of a chunk.
+        # In a mixture, the rates must be multiples of the lowest one, or the mixture must be `nearest`.
         "delta_timestamps": {ACTION: [step / min(rates) for step in range(chunk)]},
         "dali_graph": functools.partial(augmented, cameras=colour_cameras(dataset), size=size),
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
-        **({"image_size": size} if isinstance(dataset, Mixture) else {}),
+        "image_size": size if isinstance(dataset, Mixture) else None,
     }
 
 
@@ -159,16 +159,32 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
                 os.replace(partial, file)  # atomic, so that a killed run keeps the previous checkpoint
 
 
+def positive(text: str) -> int:
+    """Return an integer of a command line that must be positive."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """Return the path of a folder, which may not exist yet."""
+    if Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"must be a folder, got the file {text}")
+    return Path(text)
+
+
 def training_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of a program that trains. The other programs of this folder add their own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("uri", help="a LeRobot dataset")
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all processes")
+    parser.add_argument("uri", help="address of a LeRobot dataset")
+    parser.add_argument(
+        "--out", type=folder, required=True, default=argparse.SUPPRESS, help="folder of checkpoints, the same for all processes"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
-    parser.add_argument("--max-steps", type=int, default=1000, help="steps of the optimizer, over all epochs")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per step of all processes together")
-    parser.add_argument("--chunk", type=int, default=50, help="actions per chunk, one per frame")
+    parser.add_argument("--max-steps", type=positive, default=1000, help="steps of the optimizer, over all epochs")
+    parser.add_argument("--save-every", type=positive, default=500, help="steps between checkpoints")
+    parser.add_argument("--batch-size", type=positive, default=32, help="samples per step of all processes together")
+    parser.add_argument("--chunk", type=positive, default=50, help="actions per chunk, one per frame")
     parser.add_argument("--image-size", type=frame_size, default="224x224", metavar="HxW", help="size of the frames in pixels")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU if one exists")
     return parser

@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         image_size=arguments.image_size,
         dali_graph=for_clip([key for key in dataset.cameras if not dataset.features[key].is_depth]),
     ) as loader:
-        for number, batch in zip(range(arguments.batches), loader, strict=False):
-            for key, value in batch.items() if number == 0 else ():
+        for count, batch in zip(range(1, arguments.batches + 1), loader, strict=False):
+            for key, value in batch.items() if count == 1 else ():
                 print(f"{key}: {tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else f"{key}: {value[0]!r}, ...")
     seconds = time.perf_counter() - started
-    print(f"{arguments.batches * arguments.batch_size / seconds:.0f} samples/s, the first batch included")
+    print(f"{count * arguments.batch_size / seconds:.0f} samples/s, the first batch included")
 
 
 if __name__ == "__main__":

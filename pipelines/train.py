@@ -47,7 +47,8 @@ import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
-from plain_loop import Policy, actions, recorded, training_parser
+from filelock import FileLock, Timeout
+from plain_loop import Policy, actions, positive, recorded, training_parser
 from tqdm import tqdm
 from training import charts, checkpoint
 from training.data import open_data
@@ -63,11 +64,11 @@ WEIGHT_DECAY, CLIP = 1e-4, 1.0  # of AdamW, and the largest norm of a gradient
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit if it is invalid."""
-    parser = training_parser("Behaviour cloning with action chunks. See docs/training.md")
+    parser = training_parser("Behaviour cloning on a dataset, or on a mixture file of several. See docs/training.md")
     add = parser.add_argument
     add("--learning-rate", type=float, default=3e-4, help="peak, after the warm-up and before the cosine decay")
     add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on before each checkpoint")
-    add("--log-every", type=int, default=10, help="steps between entries of metrics.jsonl and of the other trackers")
+    add("--log-every", type=positive, default=10, help="steps between entries of metrics.jsonl and of the other trackers")
     trackers = "trackers of Accelerate, such as tensorboard and wandb, in addition to metrics.jsonl"
     add("--log-with", nargs="*", default=["tensorboard"], metavar="NAME", help=trackers)
     add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
@@ -76,9 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loader", **named, help="arguments of dali_stream.Loader, such as shuffle=sharded consumers=64 frame_cache=/frames")
     parser.set_defaults(max_steps=20_000)
     arguments = parser.parse_args(join_sizes(argv))
-    for name in ("max_steps", "batch_size", "chunk", "save_every", "log_every"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}")
+    arguments.loader, arguments.dataset = dict(arguments.loader), dict(arguments.dataset)
     return arguments
 
 
@@ -100,7 +99,7 @@ class Run:
         arguments: Arguments of the command line, see `parse`.
 
     Raises:
-        ValueError, TypeError: If the arguments do not fit the dataset or the checkpoint.
+        ValueError, TypeError, OSError: If the arguments do not fit the dataset or the checkpoint.
         DaliStreamError: If the dataset cannot be read, or the checkpoint belongs to another dataset.
     """
 
@@ -109,10 +108,18 @@ class Run:
         out, cpu = arguments.out, arguments.device == "cpu"
         if (saved := checkpoint.newest(out)) and not arguments.resume:
             raise ValueError(f"{saved} already exists. Continue from it with --resume, or name another --out")
-        if missing := set(arguments.log_with) - {str(each) for each in get_available_trackers()}:
-            raise ValueError(f"--log-with must be of the trackers that are installed, got {', '.join(missing)}")
+        installed = [str(each) for each in get_available_trackers()]
+        if missing := set(arguments.log_with) - set(installed):
+            raise ValueError(f"--log-with must be of the trackers that are installed, {installed}, got {', '.join(missing)}")
         journal, logs = JsonLines(out / "metrics.jsonl"), ProjectConfiguration(str(out), str(out / "tensorboard"))
+        out.mkdir(parents=True, exist_ok=True)
         self.accelerator = accelerator = Accelerator(cpu=cpu, log_with=[journal, *arguments.log_with], project_config=logs)
+        self.lock = FileLock(out / ".lock")
+        if accelerator.is_main_process:
+            try:
+                self.lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(f"another run is writing to {out}. End it, or name another --out") from None
         accelerator.gradient_accumulation_steps = 1  # Accelerate's configuration may have more, which divides gradients
         self.train_loader, self.val_loader, self.example = open_data(arguments, accelerator)
         torch.manual_seed(arguments.seed)
@@ -120,15 +127,19 @@ class Run:
         optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
         self.model, self.optimizer = accelerator.prepare(self.policy, optimizer)
         checkpoint.register(accelerator, self.train_loader)
+        validated = True
         if saved:
-            self.step, changes = checkpoint.load(accelerator, saved, arguments)
+            self.step, validated, changes = checkpoint.load(accelerator, saved, arguments)
             for text in changes:
                 self._print(f"{text} from here on")
-        out.mkdir(parents=True, exist_ok=True)
-        # A run that was saved when a signal interrupted its validation repeats this validation.
-        entries = journal.cut(self.step) if accelerator.is_main_process else []
-        done = any(entry["step"] == self.step and "val_error" in entry for entry in entries)
-        self.unvalidated = self._is_validated_at(self.step) and not broadcast_object_list([done])[0]
+        if broadcast_object_list([self.step])[0] != self.step:
+            raise ValueError(
+                f"--out must be the same folder for all processes, got {out} without the checkpoint of the first one"
+            )
+        if accelerator.is_main_process:
+            journal.cut(self.step)
+        # A run that was saved when a signal interrupted its validation repeats this validation, as does one of more steps.
+        self.unvalidated = not validated and self.val_loader is not None
         wandb = {"name": out.name, "dir": str(out), "config": vars(arguments) | {"out": str(out)}}
         accelerator.init_trackers("dali_stream", None, {"tensorboard": {"purge_step": self.step + 1}, "wandb": wandb})
         episodes = [loader.dataset.num_episodes if loader else 0 for loader in (self.train_loader, self.val_loader)]
@@ -158,19 +169,17 @@ class Run:
                 bar.update()
                 if self.step % arguments.log_every == 0 or self.step == last:
                     self._log(loss)
-                self.unvalidated = self._is_validated_at(self.step)
+                due = self.step % arguments.save_every == 0 or self.step == last
+                self.unvalidated = due and self.val_loader is not None
         if main:
             charts.action_chunks(arguments.out / "chunks.png", self.train_loader, self.example, self.policy)
         return True
 
     def close(self) -> None:
-        """Close the loaders."""
+        """Close the loaders, and unlock the folder for other runs."""
+        self.lock.release()
         for loader in filter(None, (self.train_loader, self.val_loader)):
             loader.close()
-
-    def _is_validated_at(self, step: int) -> bool:
-        due = step % self.arguments.save_every == 0 or step == self.arguments.max_steps
-        return self.val_loader is not None and step > 0 and due
 
     def _descend(self, batch: dict[str, Any]) -> torch.Tensor:
         """Make one step of the optimizer. Return the loss of this process's part of the batch."""
@@ -191,6 +200,7 @@ class Run:
 
     def _log(self, loss: torch.Tensor) -> None:
         """Log the mean loss of this step over all processes, and what the loader did since the last entry."""
+        self._check_finite()
         loader, accelerator = self.train_loader, self.accelerator
         metrics = loader.metrics()
         values = {
@@ -239,16 +249,11 @@ class Run:
             FloatingPointError: If the gradient of the last step was not finite, in all processes. Nothing is saved.
             OSError: If the checkpoint cannot be written. The previous one remains. The other processes exit with 1.
         """
-        # After a gradient that is not finite, neither weights nor any later gradient are. Reading it here waits for the GPU.
-        if not math.isfinite(self.norm):
-            raise FloatingPointError(
-                f"a gradient was not finite, at step {self.step} or before, so nothing is saved. Resume from the last "
-                "checkpoint with a smaller --learning-rate"
-            )
+        self._check_finite()
         problem = None
         if self.accelerator.is_main_process:
             try:
-                checkpoint.save(self.accelerator, self.arguments, self.step)
+                checkpoint.save(self.accelerator, self.arguments, self.step, not self.unvalidated)
             except OSError as error:
                 problem = error
         [is_saved] = broadcast_object_list([problem is None])  # the others wait here until the checkpoint is complete
@@ -257,6 +262,17 @@ class Run:
         if not is_saved:
             sys.exit(1)
         self.train_loader.metrics()
+
+    def _check_finite(self) -> None:
+        """Raise an error if the gradient of the last step was not finite, unless the step was skipped, as float16 does.
+
+        After such a gradient, neither the weights nor any later gradient are finite. Reading it waits for the GPU.
+        """
+        if not math.isfinite(self.norm) and not self.optimizer.step_was_skipped:
+            raise FloatingPointError(
+                f"a gradient was not finite, at step {self.step} or before, so nothing is saved. Resume from the last "
+                "checkpoint with a smaller --learning-rate"
+            )
 
     def _print_values(self, left: str, values: dict[str, float]) -> None:
         text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -278,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     try:
         finished = run.train(preemption)
-    except OSError as error:
+    except (OSError, FloatingPointError, dali_stream.DaliStreamError) as error:
         sys.exit(f"train.py: {error}")
     finally:
         run.close()

@@ -27,7 +27,7 @@ from dali_stream.decode import processes as decode_processes
 from dali_stream.run.loader_config import number_of_decode_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="decode processes need memfd_create")
-KILLS = int(os.environ.get("KILLS", 8))  # at random moments, of three lengths
+KILLS = int(os.environ.get("KILLS", 4))  # at random moments, of three lengths
 LITTLE = "6MiB"  # memory_budget with which each epoch decodes
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 3, "batch_size": 7, "last_batch": "partial"}
 HERE: dict[str, Any] = OPTIONS | {"in_process": True, "decode_processes": 0}

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 DRILL = Path(__file__).parents[1] / "benchmarks/drill.py"
-KINDS = ["kill_node", "return_node", "kill_rank", "kill_loader", "reset", "change_clock", "fill_caches"]
+KINDS = ["kill_node", "return_node", "kill_loader", "reset", "change_clock", "fill_caches"]
 
 
 def test_training_survives_the_faults_of_a_drill(tmp_path: Path) -> None:
@@ -25,15 +25,15 @@ def test_training_survives_the_faults_of_a_drill(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["failures"] == []
     assert {event["kind"] for event in report["events"]} >= set(KINDS) - {"fill_caches"}
-    assert report["starts"] == 4
-    assert report["steps"] >= 140
+    assert report["starts"] == 3
+    assert report["steps"] >= 100
 
 
-@pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["namespaces", "loopback"])
-def test_nothing_remains_of_a_drill_that_is_killed(options: list[str], tmp_path: Path) -> None:
+def test_nothing_remains_of_a_drill_that_is_killed(tmp_path: Path) -> None:
+    """In namespaces where the kernel allows them."""
     mark = uuid.uuid4().hex
     environment = os.environ | {"TMPDIR": str(tmp_path), "MARK": mark}
-    with subprocess.Popen([sys.executable, DRILL, *options], env=environment, stdout=subprocess.PIPE, text=True) as drill:
+    with subprocess.Popen([sys.executable, DRILL], env=environment, stdout=subprocess.PIPE, text=True) as drill:
         assert any(line.startswith("start 0") for line in drill.stdout)
         processes = marked(mark)
         assert len(processes) >= 3

@@ -32,16 +32,16 @@ from dali_stream.cli import main
 from dali_stream.tools import prepare
 from dali_stream.tools.preparation import rows
 
-EPISODES, FRAMES = 64, 4
+EPISODES, FRAMES = 48, 4
 KILLS = int(os.environ.get("PREPARE_KILLS", "2"))
 HANGS_S = 240.0  # a command that has run for so long since the last kill hangs
-FILE_MB = 0.006  # about 32 files
+FILE_MB = 0.006  # about 24 files
 ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 short episodes in one file."""
+    """48 short episodes in one file."""
     folder = tmp_path_factory.mktemp("many")
     lengths = [FRAMES] * EPISODES
     path = video_data.encode(video_data.draw(lengths), folder / "a.mp4", video_data.h264(4))
@@ -55,7 +55,7 @@ def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     """All files of a run that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / "out"
     prepared(many, out, file_mb=FILE_MB)
-    assert len([name for name in tree(out) if not name.startswith("meta/")]) >= 32
+    assert len([name for name in tree(out) if not name.startswith("meta/")]) >= 24
     return tree(out)
 
 

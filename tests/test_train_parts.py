@@ -15,6 +15,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from filelock import FileLock
 from support.datasets import SIDE, TOP
 from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, saved, train_here
 
@@ -101,7 +103,7 @@ def test_gradients_are_clipped(program: Any, parts: Any, demo: Path, tmp_path: P
 
 def test_weights_that_are_not_finite_are_never_saved(program: Any, demo: Path, tmp_path: Path) -> None:
     options = ["--max-steps", 9, "--save-every", 1, "--learning-rate", 1e25, "--log-every", 100]
-    with pytest.raises(FloatingPointError, match="a gradient was not finite"):
+    with pytest.raises(SystemExit, match="a gradient was not finite"):
         run(program, demo, tmp_path, *options)
     assert not (tmp_path / "checkpoints").exists() or all(
         bool(torch.isfinite(value).all()) for value in saved(tmp_path)["model"].values()
@@ -207,7 +209,10 @@ def test_a_damaged_checkpoint_is_named(
     with pytest.raises(SystemExit) as ended:
         run(program, demo, out, "--max-steps", 1, "--resume")
     assert ended.value.code == 2
-    assert f"train.py: {folder} cannot be loaded. Remove it, and start again: " in capsys.readouterr().err
+    assert (
+        f"train.py: {folder} cannot be loaded. Use the arguments of the run. If the checkpoint is damaged, remove it"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +297,55 @@ def test_a_tracker_that_is_not_installed_is_named(
         run(program, demo, tmp_path, "--max-steps", 1, "--log-with", "tensorboard", "guestbook")
     assert "--log-with must be of the trackers that are installed" in (said := capsys.readouterr().err)
     assert said.endswith("got guestbook\n")
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(
+    program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileLock(tmp_path / ".lock"), pytest.raises(SystemExit):
+        run(program, demo, tmp_path)
+    assert f"another run is writing to {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the run at the next step."""
+    module = parts("training.preemption")
+    fake = mock.Mock(is_initialized=lambda: True, new_group=mock.Mock())
+    fake.all_reduce = lambda *_: signal.raise_signal(signal.SIGTERM)  # no rank had received a signal before
+    monkeypatch.setattr(module, "distributed", fake)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        preemption = module.Preemption()
+        assert not preemption.agreed()
+        fake.all_reduce = lambda *_: None
+        assert preemption.agreed()
+        assert preemption.signal == signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_episodes_and_validation_go_together(opened: Any, demo: Path, tmp_path: Path) -> None:
+    loader, val, _ = opened(demo, "--out", tmp_path, "--val-episodes", 1, "--dataset", "episodes=[0, 2, 5]")
+    assert (loader.dataset.episodes.tolist(), val.dataset.episodes.tolist()) == ([0, 5], [2])
+    loader.close()
+    val.close()
+
+
+@pytest.mark.slow
+def test_processes_without_the_checkpoint_of_the_first_one_are_refused(demo: Path, one_step: Path, tmp_path: Path) -> None:
+    """As on two nodes whose --out is not shared."""
+    (program := tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'pipelines')!r})\n"
+        "import train\n"
+        f"train.main([*sys.argv[1:], '--out', [{str(one_step)!r}, {str(tmp_path / 'empty')!r}][int(os.environ['RANK'])]])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program, demo, *SMALL]
+    line = [*map(str, [*command, "--resume", "--max-steps", 3])]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    assert f"--out must be the same folder for all processes, got {tmp_path / 'empty'}" in done.stderr
 
 
 @pytest.mark.slow

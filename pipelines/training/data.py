@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from plain_loop import ACTION, STATE, loader_arguments
+from plain_loop import ACTION, STATE, colour_cameras, loader_arguments
 
 import dali_stream
 from dali_stream import Dataset, Loader, Mixture
+from dali_stream.lerobot.mixture_file import is_mixture_file
+
+# Arguments of the Loader and of the Dataset that the program sets.
+OF_LOADER = {"dataset", "batch_size", "seed", "device", "rank", "world_size", "image_size", "image_dtype", "last_batch"}
+OF_LOADER |= {"delta_timestamps", "dali_graph", "normalize"}
+OF_DATASET = {"uri", "stats"}
 
 
 def open_data(arguments: Namespace, accelerator: Accelerator) -> tuple[Loader, Loader | None, dict[str, Any]]:
@@ -22,22 +27,24 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> tuple[Loader, L
 
     Raises:
         ValueError: If the arguments do not fit the dataset.
-        TypeError: If --dataset or --loader has a name that is not an argument, or one that the program sets.
+        TypeError: If --dataset or --loader has a name that is not an argument.
         DaliStreamError: If the dataset cannot be read.
     """
-    ranks, given = accelerator.num_processes, dict(arguments.loader)
+    ranks, given = accelerator.num_processes, arguments.loader
+    if taken := [*(given.keys() & OF_LOADER), *(arguments.dataset.keys() & OF_DATASET)]:
+        raise ValueError(f"--loader and --dataset must not set what the program itself sets, got {', '.join(sorted(taken))}")
     if arguments.batch_size % ranks:
         raise ValueError(
             f"--batch-size must be a multiple of the {ranks} processes, which share the batch, got {arguments.batch_size}"
         )
     train, val = open_sets(arguments)
-    if ACTION not in train.features or not train.cameras:
-        raise ValueError(f"{train.uri} must have a camera and {ACTION!r}, got the keys {', '.join(train.features)}")
+    if ACTION not in train.features or not colour_cameras(train):
+        raise ValueError(f"{train.uri} must have a colour camera and {ACTION!r}, got the keys {', '.join(train.features)}")
     own = loader_arguments(train, arguments.chunk, arguments.image_size)
     common = {"device": str(accelerator.device), "batch_size": arguments.batch_size // ranks}
     loader = Loader(train, seed=arguments.seed, **common, **own, **given)
     plain = common | {"image_size": arguments.image_size, "delta_timestamps": own["delta_timestamps"]}
-    plain |= {name: value for name, value in given.items() if name not in ("shuffle", "consumers", "last_batch")}
+    plain |= {name: value for name, value in given.items() if name not in ("shuffle", "consumers", "gpu_cache")}
     four = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     validation = Loader(val, shuffle=False, last_batch="partial", **plain) if val else None
     return loader, validation, {"dataset": val or train} | plain | four
@@ -45,8 +52,8 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> tuple[Loader, L
 
 def open_sets(arguments: Namespace) -> tuple[Dataset | Mixture, Dataset | Mixture | None]:
     """Return the training data, and the validation data if --val-episodes is not 0. See `open_data` for the errors."""
-    if Path(arguments.uri).suffix not in (".yaml", ".yml", ".json"):
-        return divided({"uri": arguments.uri, **dict(arguments.dataset)}, arguments.val_episodes, {})
+    if not is_mixture_file(arguments.uri):
+        return divided({"uri": arguments.uri, **arguments.dataset}, arguments.val_episodes, {})
     if arguments.dataset:
         raise ValueError(f"--dataset must not be given with a mixture file. Give the arguments in {arguments.uri}")
     mixed, train, val = Mixture.file_arguments(arguments.uri), {}, {}
@@ -80,4 +87,4 @@ def divided(where: dict[str, Any], count: int, keys: dict[str, str]) -> tuple[Da
     train = where | {"episodes": [episode for episode in episodes if episode not in held_out]}
     # The statistics in the dataset include all episodes, but those for training must not include the validation episodes.
     stats = Dataset(**train).compute_stats([key for key in whole.features if keys.get(key, key) in (ACTION, STATE)])
-    return Dataset(**train, stats=stats), Dataset(**where, episodes=held_out)
+    return Dataset(**train | {"stats": stats}), Dataset(**where | {"episodes": held_out})

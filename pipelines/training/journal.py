@@ -27,15 +27,21 @@ class JsonLines(GeneralTracker):
         with self.tracker.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
-    def cut(self, step: int) -> list[dict[str, Any]]:
+    def cut(self, step: int) -> None:
         """Remove the entries after a step, because a run that resumes from a checkpoint of this step repeats the later ones.
 
-        Returns:
-            The remaining entries. The last line of the file is removed if it is incomplete because the run was killed.
+        The last line of the file is removed if it is incomplete because the run was killed.
+
+        Raises:
+            ValueError: If the file is damaged.
         """
         lines = self.tracker.read_text().split("\n")[:-1] if self.tracker.exists() else []
-        entries = [entry for entry in map(json.loads, lines) if entry["step"] <= step]
+        try:
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{self.tracker} must have a JSON object with a step in each line. Remove the others: {error}"
+            ) from error
         partial = self.tracker.with_suffix(".partial")
-        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        partial.write_text("".join(f"{line}\n" for line in kept))
         partial.replace(self.tracker)  # atomic
-        return entries

@@ -30,7 +30,8 @@ class Preemption:
             self._group = self._group or distributed.new_group(backend="gloo")
             highest = torch.tensor(self.signal, dtype=torch.int32)
             distributed.all_reduce(highest, distributed.ReduceOp.MAX, self._group)
-            self.signal = int(highest)
+            self.signal = max(self.signal, agreed := int(highest))  # a signal that arrives in between counts at the next call
+            return agreed != 0
         return self.signal != 0
 
     def leave(self) -> NoReturn:
