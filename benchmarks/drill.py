@@ -86,6 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--faults", type=count, default=105, help="about how many faults, at least one of each kind")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--ranks", type=count, default=2, help="ranks of each node")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit-s", type=positive, default=3600, help="time after which no other fault follows")
     parser.add_argument("--loopback", action="store_true", help="use folders and loopback in place of namespaces")
@@ -109,7 +110,7 @@ def main() -> int:
     if arguments.report:
         from dali_stream.tools import environment
 
-        settings = {"faults": arguments.faults, "kinds": arguments.kinds, "seed": arguments.seed}
+        settings = {name: getattr(arguments, name) for name in ("faults", "kinds", "ranks", "seed")}
         environment.write_report(arguments.report, {"arguments": settings, **environment.ran_on("cpu"), **report})
     return bool(report["failures"])
 
@@ -241,7 +242,7 @@ class Start:
             }  # fmt: skip
             variables.pop("DALI_STREAM_IN_PROCESS", None)
             words = ["ip", "netns", "exec", f"node{node}"] if nodes.namespaces else []
-            words += [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(on), "--nproc-per-node", 2]
+            words += [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(on), "--nproc-per-node", settings["ranks"]]
             words += ["--log-dir", f"{nodes.folder}/torchrun", "--node-rank", place, *meet, RANK]
             with open(self.outputs[place], "w") as output:
                 streams: dict[str, Any] = {"stdout": output, "stderr": output}
@@ -321,7 +322,7 @@ class Drill:
         self.open_server()
         stack.callback(lambda: self.server.__exit__())
         storage = {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": self.server.url}}
-        self.settings = {**SETTINGS, **storage, "folder": str(nodes.folder)}
+        self.settings = {**SETTINGS, **storage, "folder": str(nodes.folder), "ranks": arguments.ranks}
         self.starts: list[Start] = []
         self.events: list[dict[str, Any]] = []
         self.failures: list[str] = []

@@ -138,7 +138,7 @@ class Run:
             )
         if accelerator.is_main_process:
             journal.cut(self.step)
-        # A run that was saved when a signal interrupted its validation repeats this validation, as does one of more steps.
+        # A run that was saved when a signal interrupted its validation repeats this validation.
         self.unvalidated = not validated and self.val_loader is not None
         wandb = {"name": out.name, "dir": str(out), "config": vars(arguments) | {"out": str(out)}}
         accelerator.init_trackers("dali_stream", None, {"tensorboard": {"purge_step": self.step + 1}, "wandb": wandb})

@@ -19,7 +19,20 @@ KINDS = ["kill_node", "return_node", "kill_loader", "reset", "change_clock", "fi
 
 def test_training_survives_the_faults_of_a_drill(tmp_path: Path) -> None:
     """In namespaces where the kernel allows them, and otherwise in folders, without the full disk."""
-    command = [sys.executable, DRILL, "--faults", "1", "--seed", "3", "--report", tmp_path / "report.json", "--kinds", *KINDS]
+    command = [
+        sys.executable,
+        DRILL,
+        "--faults",
+        "1",
+        "--ranks",
+        "1",
+        "--seed",
+        "3",
+        "--report",
+        tmp_path / "report.json",
+        "--kinds",
+        *KINDS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -197,7 +197,7 @@ def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path)
 
 @pytest.mark.slow
 def test_every_frame_of_a_recording(g1: Path, g1_v21: Path, tmp_path: Path) -> None:
-    assert_same(g1_v21, Dataset(g1, episodes=range(6)), batch_size=32)
+    assert_same(Dataset(g1_v21, episodes=[1, 4]), Dataset(g1, episodes=[1, 4]), batch_size=32)
     converted = convert(g1_v21, tmp_path / "out")
     assert_same(Dataset(converted, episodes=[0, 5]), Dataset(g1_v21, episodes=[0, 5]), batch_size=32)
 

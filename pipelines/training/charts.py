@@ -51,6 +51,10 @@ def action_chunks(path: Path, loader: dali_stream.Loader, example: dict[str, Any
         for chart, action in zip(charts, chosen, strict=False):
             chart.plot(times, right[row, :, action], "k", label="recorded")
             chart.plot(times, predicted[row, :, action], "C1--", label="predicted")
+            # The axis shows at least a standard deviation above and below, so that small differences look small.
+            middle, half = np.nanmean(right[row, :, action]), whole[action]
+            chart.update_datalim([(0, middle - half), (0, middle + half)])
+            chart.autoscale_view()
             chart.set_title(names[int(batch["dataset_index"][row]) if "dataset_index" in batch else 0][action], fontsize=9)
             chart.set_xlabel("s from now", fontsize=8)
     figure.legend(*charts[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)

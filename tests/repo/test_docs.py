@@ -178,6 +178,7 @@ def test_the_cells_of_the_page_on_notebooks_run(tmp_path: Path, monkeypatch: pyt
     """In a Jupyter kernel, without the installation. Each cell that ends in a value displays a table, a picture or text."""
     blocks = [block for _, block in code(None, [ROOT / "docs/notebooks.md"]) if "\n" in block and "pip install" not in block]
     assert any(block.startswith("!") for block in blocks)
+    blocks = [block.replace("demo --root demo", "demo --root demo --episodes 2 --size 120x160") for block in blocks]
     book = v4.new_notebook(cells=[v4.new_code_cell(block.strip()) for block in blocks])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
