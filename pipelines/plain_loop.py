@@ -173,7 +173,7 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def training_parser(description: str) -> argparse.ArgumentParser:
+def training_parser(description: str, devices: Sequence[str] = ("auto", "cpu")) -> argparse.ArgumentParser:
     """Return a parser with the options of a program that trains. The other programs of this folder add their own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("uri", help="address of a LeRobot dataset")
@@ -186,7 +186,7 @@ def training_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=positive, default=32, help="samples per step of all processes together")
     parser.add_argument("--chunk", type=positive, default=50, help="actions per chunk, one per frame")
     parser.add_argument("--image-size", type=frame_size, default="224x224", metavar="HxW", help="size of the frames in pixels")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU if one exists")
+    parser.add_argument("--device", choices=devices, default="auto", help="auto: the GPU if one exists")
     return parser
 
 

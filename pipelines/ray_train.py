@@ -69,7 +69,7 @@ def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train. If the program itself is killed, start it again with --resume. Ray then finds the last checkpoint in --out."""
-    parser = training_parser("Behaviour cloning under Ray Train")
+    parser = training_parser("Behaviour cloning under Ray Train", devices=("auto", "cuda", "cpu"))
     workers = "least and most workers; the run takes as many as the cluster has room for"
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
     parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{arguments.out} exists already. Continue from it with --resume, or name another --out")
     if not ray.is_initialized():
         ray.init()
-    gpu = arguments.device == "auto" and "GPU" in ray.cluster_resources()
+    gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())
     if Path(arguments.uri).exists():
         arguments.uri = str(Path(arguments.uri).resolve())  # workers have their own working directory
     names = ("uri", "max_steps", "save_every", "batch_size", "chunk", "image_size")
