@@ -40,10 +40,10 @@ def loader_arguments(dataset: Dataset | Mixture, chunk: int, size: tuple[int, in
         chunk: Number of actions per chunk, one per frame.
         size: Size (height, width) of the augmented frames in pixels.
     """
-    rates = dataset.fps.values() if isinstance(dataset, Mixture) else [dataset.fps]
+    fps = min(dataset.fps.values()) if isinstance(dataset, Mixture) else dataset.fps
     return {
         # In a mixture, the rates must be multiples of the lowest one, or the mixture must be `nearest`.
-        "delta_timestamps": {ACTION: [step / min(rates) for step in range(chunk)]},
+        "delta_timestamps": {ACTION: [step / fps for step in range(chunk)]},
         "dali_graph": functools.partial(augmented, cameras=colour_cameras(dataset), size=size),
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         "image_size": size if isinstance(dataset, Mixture) else None,

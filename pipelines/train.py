@@ -156,7 +156,7 @@ class Run:
         with tqdm(total=last, initial=self.step, unit="step", disable=not (main and sys.stderr.isatty())) as bar:
             while True:
                 asked = preemption.agreed() or (self.unvalidated and not self._validate(preemption))
-                if asked or self.step >= last or (self.step > 0 and self.step % arguments.save_every == 0):
+                if asked or self._is_due():
                     self._save()
                 if asked:
                     name = signal.Signals(preemption.signal).name
@@ -169,8 +169,7 @@ class Run:
                 bar.update()
                 if self.step % arguments.log_every == 0 or self.step == last:
                     self._log(loss)
-                due = self.step % arguments.save_every == 0 or self.step == last
-                self.unvalidated = due and self.val_loader is not None
+                self.unvalidated = self._is_due() and self.val_loader is not None
         if main:
             charts.action_chunks(arguments.out / "chunks.png", self.train_loader, self.example, self.policy)
         return True
@@ -180,6 +179,11 @@ class Run:
         self.lock.release()
         for loader in filter(None, (self.train_loader, self.val_loader)):
             loader.close()
+
+    def _is_due(self) -> bool:
+        """Return whether a checkpoint is written at this step, and the policy validated before."""
+        every, last = self.arguments.save_every, self.arguments.max_steps
+        return self.step >= last or (self.step > 0 and self.step % every == 0)
 
     def _descend(self, batch: dict[str, Any]) -> torch.Tensor:
         """Make one step of the optimizer. Return the loss of this process's part of the batch."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from plain_loop import ACTION, actions, recorded
+from plain_loop import ACTION, actions, colour_cameras, recorded
 from torch import nn
 
 import dali_stream
@@ -36,10 +36,10 @@ def action_chunks(path: Path, loader: dali_stream.Loader, example: dict[str, Any
     whole = np.ravel(loader.dataset.stats[ACTION]["std"])
     columns = min(right.shape[-1], MOST) + 1
     figure = Figure(figsize=(3 * columns, 2.4 * len(right) + 0.4), layout="constrained")
+    lines: list[Any] = []
     for row, (picture, *charts) in enumerate(figure.subplots(len(right), columns)):
-        cameras = [
-            key for key in loader.dataset.cameras if not (f"{key}_is_missing" in batch and batch[f"{key}_is_missing"][row])
-        ]
+        missing = {key: batch.get(f"{key}_is_missing") for key in colour_cameras(loader.dataset)}
+        cameras = [key for key, lacks in missing.items() if lacks is None or not lacks[row]]
         for camera in cameras[:1]:
             picture.imshow(batch[camera][row].permute(1, 2, 0).cpu().numpy())
         dataset = f"{batch['dataset'][row]}, " if "dataset" in batch else ""
@@ -49,15 +49,15 @@ def action_chunks(path: Path, loader: dali_stream.Loader, example: dict[str, Any
         for chart in [picture, *charts[len(chosen) :]]:
             chart.set_axis_off()
         for chart, action in zip(charts, chosen, strict=False):
-            chart.plot(times, right[row, :, action], "k", label="recorded")
-            chart.plot(times, predicted[row, :, action], "C1--", label="predicted")
+            lines = chart.plot(times, right[row, :, action], "k", label="recorded")
+            lines += chart.plot(times, predicted[row, :, action], "C1--", label="predicted")
             # The axis shows at least a standard deviation above and below, so that small differences look small.
             middle, half = np.nanmean(right[row, :, action]), whole[action]
             chart.update_datalim([(0, middle - half), (0, middle + half)])
             chart.autoscale_view()
             chart.set_title(names[int(batch["dataset_index"][row]) if "dataset_index" in batch else 0][action], fontsize=9)
             chart.set_xlabel("s from now", fontsize=8)
-    figure.legend(*charts[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)
+    figure.legend(handles=lines, loc="outside upper right", ncols=2, fontsize=9)
     figure.supylabel("action, in the unit of the dataset", fontsize=9)
     figure.savefig(path, dpi=100)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from plain_loop import ACTION, STATE, colour_cameras, loader_arguments
 
@@ -76,15 +77,12 @@ def divided(where: dict[str, Any], count: int, keys: dict[str, str]) -> tuple[Da
         keys: {own key: key in the mixture} of the features that a mixture renames.
     """
     whole = Dataset(**where)
-    episodes = whole.episodes.tolist()
-    if not 0 <= count < len(episodes):
-        raise ValueError(f"--val-episodes must be 0 to {len(episodes) - 1}, to leave one episode to train on, got {count}")
+    if not 0 <= count < whole.num_episodes:
+        raise ValueError(f"--val-episodes must be 0 to {whole.num_episodes - 1}, to leave one episode to train on, got {count}")
     if count == 0:
         return whole, None
-    held_out = [episodes[(2 * number + 1) * len(episodes) // (2 * count)] for number in range(count)]
-    # Both datasets use the same commit, even if a branch of the repository changes in between.
-    where = where | {"revision": whole.revision}
-    train = where | {"episodes": [episode for episode in episodes if episode not in held_out]}
+    held_out = [(2 * number + 1) * whole.num_episodes // (2 * count) for number in range(count)]
+    train, val = whole.part(np.delete(whole.rows, held_out)), whole.part(whole.rows[held_out])
     # The statistics in the dataset include all episodes, but those for training must not include the validation episodes.
-    stats = Dataset(**train).compute_stats([key for key in whole.features if keys.get(key, key) in (ACTION, STATE)])
-    return Dataset(**train | {"stats": stats}), Dataset(**where | {"episodes": held_out})
+    stats = train.compute_stats([key for key in whole.features if keys.get(key, key) in (ACTION, STATE)])
+    return train.with_stats(stats), val

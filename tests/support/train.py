@@ -18,20 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Frames of one token, and every step in the journal.
 SMALL = [
-    "--image-size",
-    32,
-    32,
-    "--chunk",
-    8,
-    "--batch-size",
-    8,
-    "--loader",
-    "consumers=8",
-    "--log-every",
-    1,
-    "--device",
-    "cpu",
-]
+    "--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--loader", "consumers=8", "--log-every", 1, "--device", "cpu",
+]  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -61,6 +49,22 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
     with in_this_process() as module:
         yield module
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of pipelines/."""
+    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def opened(program: Any, parts: Any) -> Any:
+    """Opens the data of the program by its arguments."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return lambda *words: parts("training.data").open_data(program.parse([*map(str, [*words, *SMALL])]), accelerator)
 
 
 def command(dataset: Path, out: Path, *arguments: object, processes: int = 1) -> list[str]:
