@@ -1,4 +1,4 @@
-"""A Loader with decode processes delivers the same batches and errors, also if they are killed, and leaves none behind."""
+"""A Loader with decode processes delivers the same batches and errors, also if they are killed. No process is left."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_frames_that_they_decode_are_stored_on_disk(small: Path, tmp_path: Path,
 def test_a_process_that_cannot_decode_is_not_needed(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ends with each clip. The clips are decoded nevertheless, and after the third time there is no other process."""
+    """It ends with each clip. The clips are decoded nevertheless, and no other process is started after the third time."""
     monkeypatch.setattr(decode_processes, "MAIN", "support.decode_processes:ending")
     with Loader(small, memory_budget=LITTLE, **OTHERS) as loader, Loader(small, memory_budget=LITTLE, **HERE) as here:
         deaths = list[str]()

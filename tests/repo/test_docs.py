@@ -300,7 +300,7 @@ def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
         assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
 
 
-# What a worker has in a browser. `answer` is its last message.
+# Names that a worker has in a browser. `answer` is its last message.
 BROWSER = """
 var self = globalThis, console = {warn() {}}, answer, handle;
 function addEventListener(name, listener) { handle = listener; }
@@ -589,7 +589,7 @@ def test_pictures_of_the_readme_show_on_github() -> None:
 
 @pytest.fixture
 def chart(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What peers_chart.py draws from the committed reports. After a change: `make figures`."""
+    """Values that peers_chart.py draws from the committed reports. After a change: `make figures`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/\w+\.json", (ROOT / "Makefile").read_text())]
     *peers, on_disk = (json.loads(path.read_text()) for path in reports)
