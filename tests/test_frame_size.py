@@ -25,7 +25,7 @@ PROGRAMS = [
     for path in sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("pipelines/*.py")])
     if '"--image-size"' in (text := path.read_text()) or "training_parser" in text
 ]
-FRAMEWORKS = {"lightning_module": "lightning", "ray_train": "ray", "transformers_trainer": "transformers"}
+FRAMEWORKS = {"lightning_module": "lightning", "ray_train": "ray"}
 
 
 def orders(position: str, size: tuple[str, ...], *others: object) -> list[str]:
@@ -96,7 +96,7 @@ def parsed(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def needed(program: Path) -> list[str]:
     """Arguments that a program does not run without, or ends with."""
-    with_out = ("train.py", "plain_loop.py", "lightning_module.py", "ray_train.py", "transformers_trainer.py")
+    with_out = ("train.py", "plain_loop.py", "lightning_module.py", "ray_train.py")
     return ["URI", "--out", "run"] if program.name in with_out else ["URI"]
 
 

@@ -116,7 +116,9 @@ class Client:
         if key not in self._pools:
             proxy = _proxy(url)
             user, _, host = urlsplit(proxy).netloc.rpartition("@")
-            options: dict[str, Any] = {"maxsize": PER_HOST, "ssl_context": ssl.create_default_context()}
+            options: dict[str, Any] = {"maxsize": PER_HOST}
+            if parts.scheme == "https":  # reading the certificates takes tens of milliseconds
+                options["ssl_context"] = ssl.create_default_context()
             if proxy:
                 proxy_headers = {"proxy-authorization": basic_authorization(user)} if user else {}
                 pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=proxy_headers, **options)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ import torch
 from support.batches import check_identities
 from support.datasets import CAMERAS, read_lengths
 
+import dali_stream
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
 
@@ -134,28 +136,21 @@ def test_the_tests_of_the_newest_versions_exist() -> None:
     assert [name for name in names.replace("\\", "").split() if not (ROOT / f"tests/test_{name}.py").exists()] == []
 
 
-def test_sarm_windows_of_the_past(demo: Path, run_here: Callable[..., str]) -> None:
-    out = run_here("pipelines/sarm_windows.py", demo, "--batch-size", 4, "--batches", 2, "--image-size", 64, 80)
+def test_windows_for_clip_are_the_frames_that_they_say(demo: Path) -> None:
+    """The second program of docs/training.md with a graph, without resizing. Its frames are taken back to bytes."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/training.md").read_text(), re.MULTILINE | re.DOTALL)
+    [program] = [block for block in blocks if "crop_mirror_normalize" in block]
+    resized = "    image_size=(224, 224),\n"
+    assert resized in program
+    names: dict[str, Any] = {"dali_stream": dali_stream, "dataset": Dataset(demo)}
+    exec(program.replace(resized, ""), names)
+    batch, mean, std = names["batch"], *(torch.tensor(names[key])[:, None, None] * 255 for key in ("mean", "std"))
+    assert batch["observation.state"].shape == (8, 8, 8)
     for camera in CAMERAS:
-        assert f"{camera}: (4, 8, 3, 64, 80) torch.float16" in out
-        assert f"{camera}_is_pad: (4, 8) torch.bool" in out
-    assert "observation.state: (4, 8, 8) torch.float32" in out
-
-
-def test_sarm_windows_are_the_frames_that_they_say(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function of the program, in this process, taken back to bytes."""
-    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
-    sarm = importlib.import_module("sarm_windows")
-    dataset, lengths = Dataset(demo), read_lengths(demo)
-    assert sarm.past(8, 1.0, dataset.fps) == [-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0]
-    windows = dict.fromkeys(CAMERAS, sarm.past(8, 1.0, dataset.fps))
-    with Loader(dataset, batch_size=8, delta_timestamps=windows, dali_graph=sarm.for_clip(CAMERAS)) as loader:
-        batch = next(iter(loader))
-    mean, std = (torch.tensor(values)[:, None, None] * 255 for values in (sarm.CLIP_MEAN, sarm.CLIP_STD))
-    for camera in CAMERAS:
+        assert (batch[camera].dtype, batch[f"{camera}_is_pad"].shape) == (torch.float16, (8, 8))
         # crop_mirror_normalize takes its mean in the frame's own unit, which is [0, 1] here.
         batch[camera] = (batch[camera].float() * std + mean).clamp(0, 255).round().byte()
-        check_identities(batch, camera, [-20 * step for step in reversed(range(8))], lengths)
+        check_identities(batch, camera, [-20 * step for step in reversed(range(8))], read_lengths(demo))
 
 
 def test_action_chunks_with_augmented_frames(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
