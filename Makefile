@@ -13,10 +13,12 @@ RUN := $(VENV)/bin/python -m
 SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec.decoders, torchcodec.encoders
 
 export PYTHON DALI_EXTRA
+# If it was set, each program that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-gpu test-lerobot test-newest \
-    check lint format locks release-files clean
+.PHONY: help install demo train-demo bench figures docs test test-repo test-slow test-all test-gpu test-lerobot test-newest \
+    check types lint format locks release-files clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,9 +69,13 @@ test-repo: install ## run the tests of documents, Dockerfiles and benchmarks, wi
 # The files with tests that run alone. pytest would import all others as well.
 ALONE := $(shell grep -l 'mark[.]alone' tests/test_*.py)
 
-# And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
-test-slow: install ## run the slow tests
-	@ALL_EXAMPLES=1 $(RUN) pytest -q -m '(slow or hypothesis) and not alone' $(SEVERAL) $(ARGS); several=$$?; \
+test-slow: install ## run the slow tests, and the property tests with all of their examples
+test-slow: ONLY := (slow or hypothesis) and
+test-all: install ## run the tests of test, test-repo and test-slow in one run
+
+# pytest exits 5 where no test is selected: nothing failed.
+test-slow test-all:
+	@ALL_EXAMPLES=1 $(RUN) pytest -q -m '$(ONLY) not alone' $(SEVERAL) $(ARGS); several=$$?; \
 	$(RUN) pytest -q -m 'slow and alone' $(ALONE) $(ARGS); alone=$$?; \
 	for code in $$several $$alone; do test $$code -eq 0 -o $$code -eq 5 || exit 1; done
 
@@ -98,9 +104,11 @@ test-newest: ## run the tests of decoders with the newest torch and torchcodec, 
 	    'torch$(TORCH:%===%)' 'torchcodec$(TORCHCODEC:%===%)'
 	$(NEWEST)/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' $(DECODING:%=tests/test_%.py) $(SEVERAL) $(ARGS)
 
-check: install docs ## lint, format check, types, documentation site
+check: install docs types ## lint, format check, types, documentation site
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+
+types: install ## check the types
 	$(RUN) mypy
 
 lint: ## lint the image, its deployments, the workflows and the shell scripts

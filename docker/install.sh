@@ -88,10 +88,12 @@ die_without_ffmpeg() {
     conda            conda install -c conda-forge 'ffmpeg<9'    (then set PYTHON to conda's python)"
 }
 
-# pip does not retry if a connection breaks in the middle of a file, so this function does.
+# pip does not retry if a connection breaks in the middle of a file, so this function does. In an environment for development,
+# modules are compiled when they are imported first, unless Python must not write the result: most are never imported.
 pip_install() {
     local command=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --retries 10)
     [[ -t 1 ]] || command+=(--quiet)
+    [[ $mode != develop* || -n ${PYTHONDONTWRITEBYTECODE:-} ]] || command+=(--no-compile)
     "${command[@]}" "$@" && return
     say "pip failed; trying once more"
     "${command[@]}" "$@"
