@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
+import logging
+import os
 import resource
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.datasets import Column, build
+from support.killing import start
+
+from dali_stream import Loader, Mixture
 
 DATASETS, EPISODES = 6, 70
-# Streams an epoch with few file descriptors; prints the indices and the most data files that were open at a time.
-PROGRAM = """
-import contextlib, json, logging, os, sys
-import dali_stream
-logging.basicConfig(level=logging.INFO)
-roots = sys.argv[1:]
-held = [os.open(os.devnull, os.O_RDONLY) for _ in range({taken})]
-mixture = dali_stream.Mixture({{f"d{{n}}": root for n, root in enumerate(roots)}})
-loader = dali_stream.Loader(mixture, batch_size=20, device="cpu", num_threads=2, last_batch="partial")
 
-def open_data_files():
+
+def stream(roots: list[Path], allowed: int, taken: int, hard: int, pipe: Connection) -> None:
+    """Stream an epoch with few file descriptors. Send its samples, the most data files that were open at once, and the log."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    logging.basicConfig(level=logging.INFO, stream=(log := io.StringIO()))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(taken)]
+    mixture = Mixture({f"d{number}": root for number, root in enumerate(roots)})
+    samples, most = [], 0
+    with Loader(mixture, batch_size=20, device="cpu", num_threads=2, last_batch="partial") as loader:
+        for batch in loader:
+            samples += zip(batch["dataset_index"].tolist(), batch["index"].tolist(), strict=True)
+            most = max(most, open_data_files())
+    for descriptor in held:
+        os.close(descriptor)
+    pipe.send((sorted(samples), most, log.getvalue()))
+
+
+def open_data_files() -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # another thread has closed it
             count += os.readlink(os.path.join("/proc/self/fd", name)).endswith(".parquet")
     return count
-
-samples, most = [], 0
-for batch in loader:
-    samples += zip(batch["dataset_index"].tolist(), batch["index"].tolist())
-    most = max(most, open_data_files())
-print(json.dumps([sorted(samples), most]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +57,13 @@ def streamed(roots: list[Path], allowed: int, taken: int = 0, hard: int | None =
 
     The process may raise its limit to `hard` descriptors.
     """
-    program = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(taken=taken), *map(str, roots)],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard or allowed)),
-    )
-    assert program.returncode == 0, program.stderr
+    process, pipe = start(stream, roots, allowed, taken, hard or allowed)
+    samples, most, log = pipe.recv()
+    process.join()
     # The limit applies to the whole process, so a message reports the change.
     raised = f"raised the soft limit of open files of this process from {allowed} to {hard}"
-    assert program.stderr.count(raised) == (hard is not None)
-    samples, most = json.loads(program.stdout)
-    assert samples == [[dataset, row] for dataset in range(DATASETS) for row in range(EPISODES)]
+    assert log.count(raised) == (hard is not None)
+    assert samples == [(dataset, row) for dataset in range(DATASETS) for row in range(EPISODES)]
     return int(most)
 
 
