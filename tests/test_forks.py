@@ -17,6 +17,9 @@ pytestmark = needs_proc
 
 PREAMBLE = """
 import sys
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()  # so torch's compiler is not imported
 from dali_stream import Loader
 loader = Loader(sys.argv[1], batch_size=8)
 iterator = iter(loader)
