@@ -109,14 +109,20 @@ def windowed(dataset: Path, steps: tuple[int, ...]) -> tuple[dict[str, Any], lis
 
 def least_budget(dataset: Path, arguments: dict[str, Any]) -> int:
     """The least memory_budget, within a tenth, that a Loader accepts."""
-    budget = 1 << 12
-    while True:
+
+    def is_accepted(budget: int) -> bool:
         try:
             Loader(dataset, memory_budget=budget, **arguments).close()
         except MemoryBudgetError:
-            budget = budget * 11 // 10
-        else:
-            return budget
+            return False
+        return True
+
+    budget = 1 << 12
+    while not is_accepted(budget):
+        budget *= 2
+    while is_accepted(budget * 10 // 11):
+        budget = budget * 10 // 11
+    return budget
 
 
 @pytest.mark.slow
