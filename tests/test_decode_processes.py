@@ -338,7 +338,7 @@ class Killer:
 
     def __init__(self, moments: random.Random) -> None:
         self._moments, self.killed, self.delivered = moments, list[int](), threading.Event()
-        self._thread = threading.Thread(target=self._kill)
+        self._thread = threading.Thread(target=self._kill, daemon=True)  # so a program that fails can end
         self._thread.start()
 
     @property
