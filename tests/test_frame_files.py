@@ -485,7 +485,7 @@ def write_until_killed(root: Path, folder: Path, rank: int, pipe: Connection) ->
 def test_after_kills_of_two_writers_no_frame_is_wrong(small: Path, tmp_path: Path) -> None:
     moments, found = random.Random(3), 0
     expected, _ = run(small, None, 1)
-    for _ in range(6):  # of two writers each
+    for _ in range(4):  # of two writers each
         writers = [start(write_until_killed, small, tmp_path / "frames", rank) for rank in (0, 1)]
         for _, pipe in writers:
             assert pipe.recv() == "ready"
