@@ -283,6 +283,15 @@ def test_a_program_that_ends_with_an_open_loader_logs_nothing(small: Path) -> No
     assert "decode process" not in err
 
 
+def sockets(pid: int) -> int:
+    """Number of sockets of a decode process: one to its parent, and one for each decode thread."""
+    found = 0
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            found += os.readlink(f"/proc/{pid}/fd/{number}").startswith("socket")
+    return found
+
+
 def iterate(small: Path, in_process: bool, pipe: Connection) -> None:
     begin_session()
     loader = new_loader(small, in_process)
@@ -303,9 +312,8 @@ def test_they_end_with_the_program(number: signal.Signals, in_process: bool, sma
     """A forked process lives on. It holds what the program had open."""
     with program(iterate, small, in_process) as (process, pipe):
         fork, own = received(pipe)
-        for pid in own:  # one socket to its parent, and one for each thread
-            kinds = [os.readlink(f"/proc/{pid}/fd/{number}").partition(":")[0] for number in os.listdir(f"/proc/{pid}/fd")]
-            assert kinds.count("socket") == 1 + psutil.Process(pid).num_threads() - 2
+        for pid in own:
+            assert sockets(pid) == 1 + psutil.Process(pid).num_threads() - 2
             os.kill(pid, signal.SIGINT)  # signals of launchers are ignored
         os.kill(process.pid, number)
         process.join(SAFETY_S)
@@ -314,9 +322,9 @@ def test_they_end_with_the_program(number: signal.Signals, in_process: bool, sma
 
 
 def decodes(process: psutil.Process) -> bool:
-    """Whether a decode process has started its decode threads. It has two others."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.num_threads() > 2
+    """Whether a decode process has started a decode thread."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # the process has ended
+        return sockets(process.pid) > 1
     return False
 
 
@@ -329,7 +337,9 @@ def wait_until_they_decode() -> None:
 
 
 class Killer:
-    """Thread that kills decode processes at random moments, in turn before and after they have begun to decode.
+    """Thread that kills decode processes at random moments, in turn before they have begun to decode and within a clip.
+
+    A process that is to be killed within a clip is suspended first, so that it completes none.
 
     Attributes:
         killed: Numbers of the processes that it has killed.
@@ -348,13 +358,16 @@ class Killer:
     def _kill(self) -> None:
         while len(self.killed) < KILLS:
             living = [process for process in decoding() if process.pid not in self.killed]
-            if len(self.killed) % 2:
+            within_a_clip = len(self.killed) % 2 == 1
+            if within_a_clip:
                 living = list(filter(decodes, living))
             if not living:
                 self.delivered.clear()
                 self.delivered.wait()
                 continue
             chosen = self._moments.choice(living)
+            if within_a_clip:
+                chosen.suspend()
             with contextlib.suppress(psutil.TimeoutExpired):
                 chosen.wait(self._moments.choice((0.02, 0.2)) * self._moments.random())
             if chosen.is_running():  # the Loader may have ended it
