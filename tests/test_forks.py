@@ -163,7 +163,7 @@ def test_a_process_ends_wherever_its_loader_is(ends: dict[str, Any], end: str) -
     assert ends[end] == [0, ""]
 
 
-def test_importing_starts_nothing(demo: Path) -> None:
+def test_importing_starts_nothing(small: Path) -> None:
     code = """
 import os, threading
 before = len(os.listdir("/proc/self/task"))
@@ -171,5 +171,5 @@ import dali_stream
 dali_stream.Dataset(__import__("sys").argv[1])
 print(threading.active_count(), len(os.listdir("/proc/self/task")) - before)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(demo)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(small)], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "1"
