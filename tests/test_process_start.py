@@ -155,6 +155,7 @@ def same_here(dataset: Dataset | Path) -> None:
             assert not [child for child in psutil.Process().children() if "producer_main" in " ".join(child.cmdline())]
 
 
+@pytest.mark.slow
 def test_where_no_interpreter_can_be_started(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +167,7 @@ def test_where_no_interpreter_can_be_started(
     assert "sys.executable is empty" in warning
 
 
+@pytest.mark.slow
 def test_files_in_the_memory_of_the_program(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No other process can read them."""
     memory = fsspec.filesystem("memory")
