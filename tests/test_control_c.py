@@ -102,7 +102,7 @@ def test_control_c_anywhere_in_close(small: Path, again: bool) -> None:
 
     def close(number: int) -> bool:
         """Close a loader. Return whether an interrupt came."""
-        loader = Loader(dataset, batch_size=8, image_size=(16, 24), num_threads=1, device="cpu")
+        loader = Loader(dataset, batch_size=2, shuffle=False, prefetch=1, image_size=(16, 24), num_threads=1, device="cpu")
         epoch = iter(loader)
         next(epoch)
         tracing = sys.gettrace()

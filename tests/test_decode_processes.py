@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from support.batches import equal
-from support.datasets import TOP, damage_middle
+from support.datasets import TOP, copied, damage_middle
 from support.own_process import SAFETY_S, assert_ended, begin_session, children, program, received, run
 
 from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
@@ -47,9 +47,8 @@ def same(loader: Loader, here: Loader, epochs: int = 2) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "uint8": {"image_dtype": "uint8"},
+    "uint8, global order": {"image_dtype": "uint8", "shuffle": "global"},
     "windows, resized": {"delta_timestamps": {TOP: [-0.1, 0.0]}, "image_size": (48, 64)},
-    "global order": {"shuffle": "global"},
 }
 
 
@@ -80,17 +79,19 @@ def test_frames_that_do_not_fit_together_into_the_shared_memory(
     assert max(remote) == 2
 
 
-def test_damaged_frames_have_the_same_errors(demo_copy: Path, remote: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    damage_middle(demo_copy)
+def test_damaged_frames_have_the_same_errors(
+    small: Path, tmp_path: Path, remote: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_middle(root := copied(small, tmp_path))
     options: dict[str, Any] = {"memory_budget": LITTLE, "image_size": (64, 80)}
     errors, warnings = [], []
     for way in (OTHERS, HERE):
-        with Loader(demo_copy, shuffle=False, **way, **options) as loader, pytest.raises(DecodeError) as caught:
+        with Loader(root, shuffle=False, **way, **options) as loader, pytest.raises(DecodeError) as caught:
             for _ in loader:
                 pass
         errors.append(str(caught.value))
         caplog.clear()
-        with Loader(demo_copy, on_error="substitute", **way, **options) as loader:
+        with Loader(root, on_error="substitute", **way, **options) as loader:
             count = sum(int(batch["is_substitute"].sum()) for batch in loader)
         warnings.append((count, {text for text in map(logging.LogRecord.getMessage, caplog.records) if "ubstitut" in text}))
     assert errors[0] == errors[1]
@@ -113,18 +114,16 @@ def test_frames_that_they_decode_are_stored_on_disk(small: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_process_that_cannot_decode_is_not_needed(
-    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small: Path, remote: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends with each clip. The clips are decoded nevertheless, and no other process is started after the third time."""
     monkeypatch.setattr(decode_processes, "MAIN", "support.decode_processes:ending")
     with Loader(small, memory_budget=LITTLE, **OTHERS) as loader, Loader(small, memory_budget=LITTLE, **HERE) as here:
-        deaths = list[str]()
-        while len(deaths) < 3:
-            same(loader, here, epochs=1)
-            deaths = [text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("A decode process")]
-        same(loader, here, epochs=1)
+        same(loader, here)
+    deaths = [text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("A decode process")]
     assert all("ended with exit code 3" in text for text in deaths)
     assert len(deaths) == 3
+    assert not remote
 
 
 @pytest.mark.slow
@@ -132,6 +131,13 @@ def test_a_thread_that_fails_is_not_waited_for(small: Path, monkeypatch: pytest.
     """The process lives on. The decode thread notices that nothing decodes its clip, and decodes it."""
     monkeypatch.setattr(decode_processes, "MAIN", "support.decode_processes:forgetful")
     decode, failed = decode_processes._RemoteThread.decode, list[object]()
+    decode_first = decode_processes.DecodeProcesses.decode
+
+    def waiting(self: decode_processes.DecodeProcesses, *arguments: Any) -> Iterator[Any]:
+        if not self._attending:
+            self._start()
+            self._unused.put(self._unused.get(timeout=SAFETY_S))
+        yield from decode_first(self, *arguments)
 
     def noted(*arguments: Any) -> Iterator[Any]:
         try:
@@ -140,11 +146,12 @@ def test_a_thread_that_fails_is_not_waited_for(small: Path, monkeypatch: pytest.
             failed.append(error)
             raise
 
+    monkeypatch.setattr(decode_processes.DecodeProcesses, "decode", waiting)
     monkeypatch.setattr(decode_processes._RemoteThread, "decode", noted)
     options: dict[str, Any] = {"memory_budget": LITTLE, "num_threads": 1}
     with Loader(small, **(OTHERS | options)) as loader, Loader(small, **(HERE | options)) as here:
-        while not failed:
-            same(loader, here, epochs=1)
+        same(loader, here)
+    assert failed
 
 
 def test_a_suspended_process_does_not_prevent_close(small: Path, remote: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +222,8 @@ def test_the_number_of_processes(given: int | None, threads: int, stays: bool, m
 # However a Loader, the program or a decode process ends. Each program begins a session of its own.
 
 
-def new_loader(demo: Path | Dataset, in_process: bool, **arguments: Any) -> Loader:
-    return Loader(demo, memory_budget=LITTLE, **(OTHERS | {"in_process": in_process, "decode_processes": 2} | arguments))
+def new_loader(small: Path | Dataset, in_process: bool, **arguments: Any) -> Loader:
+    return Loader(small, memory_budget=LITTLE, **(OTHERS | {"in_process": in_process, "decode_processes": 2} | arguments))
 
 
 def until_they_decode(loader: Loader) -> Iterator[Any]:
@@ -228,10 +235,11 @@ def until_they_decode(loader: Loader) -> Iterator[Any]:
                 return batches
 
 
-def end_loaders(demo: Path, in_process: bool, pipe: Connection) -> None:
+def end_loaders(small: Path, in_process: bool, pipe: Connection) -> None:
     begin_session()
-    dataset = Dataset(demo)
-    for way in ("close", "break", "drop"):
+    dataset = Dataset(small)
+    # If the Loader has a process of its own, the decode processes end with that process, however the Loader ends.
+    for way in ("close", "break", "drop") if in_process else ("close",):
         loader = new_loader(dataset, in_process)
         batches = until_they_decode(loader)
         if way == "close":
@@ -249,8 +257,8 @@ def end_loaders(demo: Path, in_process: bool, pipe: Connection) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_process", [True, False])
-def test_no_process_is_left_of_a_loader(in_process: bool, demo: Path) -> None:
-    with program(end_loaders, demo, in_process) as (_, pipe):
+def test_no_process_is_left_of_a_loader(in_process: bool, small: Path) -> None:
+    with program(end_loaders, small, in_process) as (_, pipe):
         for way, left in iter(lambda: received(pipe), None):
             assert (way, left) == (way, 0)
 
@@ -258,6 +266,9 @@ def test_no_process_is_left_of_a_loader(in_process: bool, demo: Path) -> None:
 EXIT = """
 import itertools, sys
 import psutil
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()  # so torch's compiler is not imported
 from dali_stream import Loader
 loader = Loader(sys.argv[1], batch_size=7, memory_budget="6MiB", num_threads=2, in_process=True, decode_processes=2)
 for _ in itertools.chain.from_iterable(itertools.repeat(loader)):
@@ -272,9 +283,18 @@ def test_a_program_that_ends_with_an_open_loader_logs_nothing(small: Path) -> No
     assert "decode process" not in err
 
 
-def iterate(demo: Path, in_process: bool, pipe: Connection) -> None:
+def sockets(pid: int) -> int:
+    """Number of sockets of a decode process: one to its parent, and one for each decode thread."""
+    found = 0
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            found += os.readlink(f"/proc/{pid}/fd/{number}").startswith("socket")
+    return found
+
+
+def iterate(small: Path, in_process: bool, pipe: Connection) -> None:
     begin_session()
-    loader = new_loader(demo, in_process)
+    loader = new_loader(small, in_process)
     until_they_decode(loader)
     fork = os.fork()
     if not fork:
@@ -287,15 +307,13 @@ def iterate(demo: Path, in_process: bool, pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_process", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_they_end_with_the_program(number: signal.Signals, in_process: bool, demo: Path) -> None:
+@pytest.mark.parametrize(("number", "in_process"), [(signal.SIGKILL, False), (signal.SIGTERM, True)])
+def test_they_end_with_the_program(number: signal.Signals, in_process: bool, small: Path) -> None:
     """A forked process lives on. It holds what the program had open."""
-    with program(iterate, demo, in_process) as (process, pipe):
+    with program(iterate, small, in_process) as (process, pipe):
         fork, own = received(pipe)
-        for pid in own:  # one socket to its parent, and one for each thread
-            kinds = [os.readlink(f"/proc/{pid}/fd/{number}").partition(":")[0] for number in os.listdir(f"/proc/{pid}/fd")]
-            assert kinds.count("socket") == 1 + psutil.Process(pid).num_threads() - 2
+        for pid in own:
+            assert sockets(pid) == 1 + psutil.Process(pid).num_threads() - 2
             os.kill(pid, signal.SIGINT)  # signals of launchers are ignored
         os.kill(process.pid, number)
         process.join(SAFETY_S)
@@ -303,16 +321,34 @@ def test_they_end_with_the_program(number: signal.Signals, in_process: bool, dem
         os.kill(fork, signal.SIGKILL)
 
 
+def decodes(process: psutil.Process) -> bool:
+    """Whether a decode process has started a decode thread."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # the process has ended
+        return sockets(process.pid) > 1
+    return False
+
+
+def wait_until_they_decode() -> None:
+    """Wait until all decode processes that exist have started their threads, or have ended."""
+    for process in decoding():
+        while process.is_running() and not decodes(process):
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(0.05)
+
+
 class Killer:
-    """Thread that kills decode processes at random moments.
+    """Thread that kills decode processes at random moments, in turn before they have begun to decode and within a clip.
+
+    A process that is to be killed within a clip is suspended first, so that it completes none.
 
     Attributes:
         killed: Numbers of the processes that it has killed.
+        delivered: Event that the program sets when it has a batch.
     """
 
     def __init__(self, moments: random.Random) -> None:
-        self._moments, self.killed = moments, list[int]()
-        self._thread = threading.Thread(target=self._kill)
+        self._moments, self.killed, self.delivered = moments, list[int](), threading.Event()
+        self._thread = threading.Thread(target=self._kill, daemon=True)  # so a program that fails can end
         self._thread.start()
 
     @property
@@ -322,20 +358,26 @@ class Killer:
     def _kill(self) -> None:
         while len(self.killed) < KILLS:
             living = [process for process in decoding() if process.pid not in self.killed]
+            within_a_clip = len(self.killed) % 2 == 1
+            if within_a_clip:
+                living = list(filter(decodes, living))
             if not living:
-                os.sched_yield()
+                self.delivered.clear()
+                self.delivered.wait()
                 continue
             chosen = self._moments.choice(living)
+            if within_a_clip:
+                chosen.suspend()
             with contextlib.suppress(psutil.TimeoutExpired):
-                chosen.wait(self._moments.choice((0.02, 0.2, 4.0)) * self._moments.random())
+                chosen.wait(self._moments.choice((0.02, 0.2)) * self._moments.random())
             if chosen.is_running():  # the Loader may have ended it
                 chosen.kill()
                 self.killed.append(chosen.pid)
 
 
-def kill_decoders(demo: Path, pipe: Connection) -> None:
+def kill_decoders(small: Path, pipe: Connection) -> None:
     begin_session()
-    dataset, killer, differ, epochs, noted = Dataset(demo), Killer(random.Random(7)), 0, list[list[int]](), 0
+    dataset, killer, differ, epochs, noted = Dataset(small), Killer(random.Random(7)), 0, list[list[int]](), 0
     while not killer.is_done:
         # A Loader whose processes are killed before they have decoded a clip starts no more of them, so there are others.
         with new_loader(dataset, in_process=False) as loader, Loader(dataset, **HERE) as here:
@@ -344,18 +386,20 @@ def kill_decoders(demo: Path, pipe: Connection) -> None:
                 for batch, expected in zip(loader, here, strict=True):
                     differ += not equal(batch, expected)
                     found += batch["index"].tolist()
+                    killer.delivered.set()
                 epochs.append(sorted(found))
                 if noted < len(killer.killed):  # the test waits for a limited time for each kill
                     noted = len(killer.killed)
                     pipe.send(None)
+                wait_until_they_decode()
     pipe.send((epochs, differ, killer.killed))
 
 
 @pytest.mark.slow
-def test_they_are_killed_at_any_moment(demo: Path) -> None:
-    with program(kill_decoders, demo) as (_, pipe):
+def test_they_are_killed_at_any_moment(small: Path) -> None:
+    with program(kill_decoders, small) as (_, pipe):
         while (result := received(pipe)) is None:
             pass
     epochs, differ, killed = result
-    assert all(epoch == list(range(Dataset(demo).num_frames)) for epoch in epochs)
+    assert all(epoch == list(range(Dataset(small).num_frames)) for epoch in epochs)
     assert (differ, len(set(killed))) == (0, KILLS)

@@ -58,7 +58,7 @@ def decoded(loader: Loader) -> tuple[float, float]:
     return grown["decoded_frames"] / grown["frames"], grown["stored_frames"] / grown["frames"]
 
 
-@pytest.mark.parametrize("ways", [(), ("disk",), ("remote",), ("remote", "disk")], ids=" ".join)
+@pytest.mark.parametrize("ways", [(), ("remote", "disk")], ids=" ".join)
 def test_frames_of_several_small_batches_share_a_clip(demo: Path, tmp_path: Path, ways: tuple[str, ...]) -> None:
     """While a thread decodes, the batches that wait for it are decoded together afterwards."""
     lengths, folder = read_lengths(demo), tmp_path if "disk" in ways else None

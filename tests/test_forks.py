@@ -17,6 +17,9 @@ pytestmark = needs_proc
 
 PREAMBLE = """
 import sys
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()  # so torch's compiler is not imported
 from dali_stream import Loader
 loader = Loader(sys.argv[1], batch_size=8)
 iterator = iter(loader)
@@ -72,16 +75,16 @@ next(iterator)
 """
 
 
-def script(demo: Path, code: str) -> subprocess.CompletedProcess[str]:
+def script(root: Path, code: str) -> subprocess.CompletedProcess[str]:
     # Python warns of a fork in a process with threads, from 3.12 on: this is about just that.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PREAMBLE + code, str(demo)]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PREAMBLE + code, str(root)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def forks(demo: Path) -> subprocess.CompletedProcess[str]:
+def forks(small: Path) -> subprocess.CompletedProcess[str]:
     """A process that has a loader, forks in every way, and ends in the middle of an epoch."""
-    return script(demo, FORKS)
+    return script(small, FORKS)
 
 
 @pytest.mark.slow
@@ -110,7 +113,10 @@ def test_a_process_ends_with_its_loader_open(forks: subprocess.CompletedProcess[
 ENDS = """
 import json, os, sys, tempfile
 import dali_stream
-import nvidia.dali.plugin.pytorch, torchcodec.decoders
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()  # so torch's compiler is not imported
+import nvidia.dali.plugin.pytorch, dali_stream.loader
 
 def begin(graph=None):
     global loader, batches
@@ -157,7 +163,7 @@ def test_a_process_ends_wherever_its_loader_is(ends: dict[str, Any], end: str) -
     assert ends[end] == [0, ""]
 
 
-def test_importing_starts_nothing(demo: Path) -> None:
+def test_importing_starts_nothing(small: Path) -> None:
     code = """
 import os, threading
 before = len(os.listdir("/proc/self/task"))
@@ -165,5 +171,5 @@ import dali_stream
 dali_stream.Dataset(__import__("sys").argv[1])
 print(threading.active_count(), len(os.listdir("/proc/self/task")) - before)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(demo)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(small)], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "1"

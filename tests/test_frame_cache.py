@@ -26,12 +26,19 @@ FRAME = 64 * 80 * 3  # bytes of a resized frame
 ARGUMENTS: dict[str, Any] = {"batch_size": 16, "image_size": (64, 80), "image_dtype": "uint8", "device": "cpu"}
 
 
+@pytest.fixture(scope="module")
+def datasets(written: Callable[..., Path]) -> dict[str, Path]:
+    """Two episodes of each codec: AV1, which are those of `small`, H.264 with B-frames, and VP9."""
+    others = {
+        codec: written(episodes=2, size=(128, 160), codec=codec, gop=gop) for codec, gop in KINDS.items() if codec != "av1"
+    }
+    return {"av1": written(episodes=2, size=(120, 128)), **others}
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def dataset(written: Callable[..., Path], request: pytest.FixtureRequest) -> Path:
-    """Two episodes of one codec: AV1, which are those of `small`, H.264 with B-frames, or VP9."""
-    if request.param == "av1":
-        return written(episodes=2, size=(120, 128))
-    return written(episodes=2, size=(128, 160), codec=request.param, gop=KINDS[request.param])
+def dataset(datasets: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    """Dataset of one codec."""
+    return datasets[request.param]
 
 
 def read(loader: Loader, epochs: int = 1) -> list[dict[str, Any]]:
@@ -59,20 +66,27 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-@examples(10, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    codec=st.sampled_from([*KINDS]),
     kept=st.integers(0, 200), num_threads=st.integers(1, 8), start=st.integers(0, 15), prefetch=st.none() | st.integers(1, 4),
     steps=st.sampled_from([(0,), (-20, 0), (-3, -2, -1, 0, 7)]),
 )  # fmt: skip
 def test_batches_are_the_same_with_any_memory(
-    dataset: Path, kept: int, num_threads: int, start: int, prefetch: int | None, steps: tuple[int, ...]
+    datasets: dict[str, Path],
+    codec: str,
+    kept: int,
+    num_threads: int,
+    start: int,
+    prefetch: int | None,
+    steps: tuple[int, ...],
 ) -> None:
     """From the least budget that is accepted to one that keeps every frame, on any threads, resumed at any step."""
+    dataset = datasets[codec]
     arguments, expected, least = windowed(dataset, steps)
     with Loader(dataset, **arguments) as loader:
-        batches = itertools.chain(loader, loader)
-        for _ in range(start):
-            next(batches)
+        epoch, batch = divmod(start, len(loader))
+        loader.resume(epoch=epoch, batch=batch)
         state = loader.state_dict()
     budget = least + kept * 2 * FRAME
     with Loader(dataset, memory_budget=budget, num_threads=num_threads, prefetch=prefetch, **arguments) as loader:
@@ -94,20 +108,26 @@ def windowed(dataset: Path, steps: tuple[int, ...]) -> tuple[dict[str, Any], lis
 
 def least_budget(dataset: Path, arguments: dict[str, Any]) -> int:
     """The least memory_budget, within a tenth, that a Loader accepts."""
-    budget = 1 << 12
-    while True:
+
+    def is_accepted(budget: int) -> bool:
         try:
             Loader(dataset, memory_budget=budget, **arguments).close()
         except MemoryBudgetError:
-            budget = budget * 11 // 10
-        else:
-            return budget
+            return False
+        return True
+
+    budget = 1 << 12
+    while not is_accepted(budget):
+        budget *= 2
+    while is_accepted(budget * 10 // 11):
+        budget = budget * 10 // 11
+    return budget
 
 
 @pytest.mark.slow
 def test_little_memory_changes_no_batch(dataset: Path) -> None:
     arguments = ARGUMENTS | {"batch_size": 4, "shuffle": "global"}
-    epochs = 6
+    epochs = 3
     with Loader(dataset, **arguments) as loader:
         expected = read(loader, epochs)
         frames = loader.dataset.num_frames

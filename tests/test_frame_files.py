@@ -111,7 +111,7 @@ def test_runs_with_the_same_order_divide_the_decoding(
 
 
 def test_runs_with_equal_process_ids_both_decode(g1: Path, tmp_path: Path) -> None:  # such as those in two containers
-    arguments = ARGUMENTS | {"batch_size": 128, "num_threads": 1}
+    arguments = ARGUMENTS | {"batch_size": 32, "num_threads": 1}
     with Loader(g1, **arguments, frame_cache=tmp_path) as one, Loader(g1, **arguments, frame_cache=tmp_path) as other:
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda loader: list(itertools.islice(loader, 8)), (one, other)))
@@ -482,11 +482,11 @@ def write_until_killed(root: Path, folder: Path, rank: int, pipe: Connection) ->
 
 
 @pytest.mark.slow
-def test_after_kills_of_two_writers_no_frame_is_wrong(demo: Path, tmp_path: Path) -> None:
+def test_after_kills_of_two_writers_no_frame_is_wrong(small: Path, tmp_path: Path) -> None:
     moments, found = random.Random(3), 0
-    expected, _ = run(demo, None, 1)
-    for _ in range(8):  # of two writers each
-        writers = [start(write_until_killed, demo, tmp_path / "frames", rank) for rank in (0, 1)]
+    expected, _ = run(small, None, 1)
+    for _ in range(4):  # of two writers each
+        writers = [start(write_until_killed, small, tmp_path / "frames", rank) for rank in (0, 1)]
         for _, pipe in writers:
             assert pipe.recv() == "ready"
         for process, _ in writers:
@@ -495,7 +495,7 @@ def test_after_kills_of_two_writers_no_frame_is_wrong(demo: Path, tmp_path: Path
             process.join()
         found = max(found, len(records(tmp_path / "frames")))
         shutil.copytree(tmp_path / "frames", tmp_path / "copy")
-        assert same(run(demo, tmp_path / "copy", 1)[0], expected)
+        assert same(run(small, tmp_path / "copy", 1)[0], expected)
         shutil.rmtree(tmp_path / "copy")
         if found and moments.random() < 0.5:
             shutil.rmtree(tmp_path / "frames")
@@ -516,7 +516,7 @@ def test_each_of_a_thousand_changed_bits_is_found(small: Path, tmp_path: Path) -
     files, rng, changed = records(tmp_path), random.Random(1), 0
     while changed < 1000:
         places: set[tuple[int, int]] = set()  # file and record
-        for _ in range(100):
+        for _ in range(250):
             number = rng.randrange(len(files))
             count = counts[files[number].name]
             at = rng.randrange(count * (FRAME + 16)) if rng.random() < 0.9 else rng.randrange(files[number].stat().st_size)

@@ -44,7 +44,7 @@ def epochs(root: Path | Dataset | dali_stream.Mixture, count: int = 2, **options
     ids=["little", "windows", "resized"],
 )
 def test_batches_are_the_same(h264_demo: Path, decode: str, cache: int | str, options: dict[str, Any]) -> None:
-    dataset = Dataset(h264_demo, episodes=[0, 1])
+    dataset = Dataset(h264_demo, episodes=[0])
     found, _ = epochs(dataset, decode=decode, gpu_cache=cache, **options)
     expected, _ = epochs(dataset, decode=decode, **options)
     assert all(itertools.starmap(equal, zip(found, expected, strict=True)))

@@ -320,6 +320,9 @@ def test_a_loader_names_the_damaged_frames_and_shows_all_others(
 
 COUNT = """
 import ctypes, json, sys
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()  # so torch's compiler is not imported
 from dali_stream.decode import torchcodec
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.format import describe

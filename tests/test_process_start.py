@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing.spawn
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import psutil
 import pytest
+from support.batches import equal
 from support.own_process import SAFETY_S, SAME, run
-from support.slow import slow
 
 import dali_stream
+from dali_stream import Dataset, Loader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a Loader has a process of its own on Linux only")
 PACKAGE = Path(dali_stream.__file__).parents[1]  # folder that contains this package
@@ -23,12 +29,13 @@ PACKAGE = Path(dali_stream.__file__).parents[1]  # folder that contains this pac
 PROGRAM = f"""{SAME}
 import itertools, threading
 
-dataset, made = dali_stream.Dataset(sys.argv[-1]), []
+dataset, made, commands = dali_stream.Dataset(sys.argv[-1]), [], []
 
 def make():
     loader = dali_stream.Loader(dataset, batch_size=8, **whole)
     batches = iter(loader)
     made.extend((loader, children(), itertools.chain([next(batches)], batches)))
+    commands.extend(child.cmdline() for child in psutil.Process().children())
 
 thread = threading.Thread(target=make)
 thread.start()
@@ -36,7 +43,7 @@ thread.join()
 loader, first, batches = made
 with loader, dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
     found = same(batches, in_process)
-found |= {{"first": sorted(first), "left": sorted(children()), "frames": dataset.num_frames}}
+found |= {{"first": sorted(first), "left": sorted(children()), "frames": dataset.num_frames, "commands": commands}}
 print(json.dumps(found))
 """
 
@@ -50,9 +57,8 @@ def check(found: dict[str, object], err: str = "") -> None:
     assert sorted(found["samples"]) == list(range(found["frames"]))  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("text", [None, slow(PROGRAM)], ids=["-c", "standard input"])
-def test_from_a_program_without_a_file(text: str | None, demo: Path) -> None:
-    check(*run([sys.executable, *(("-c", PROGRAM) if text is None else ("-",)), demo], text))
+def test_from_standard_input(small: Path) -> None:
+    check(*run([sys.executable, "-", small], PROGRAM))
 
 
 def decoys(folder: Path) -> Path:
@@ -64,12 +70,12 @@ def decoys(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_commands_import_no_compiler(demo: Path) -> None:
+def test_commands_import_no_compiler(small: Path) -> None:
     """torchcodec would import torch's compiler, which takes as long as torch itself. It is imported when it is needed."""
     program = f"""
 import sys
 from dali_stream.cli import main
-assert main(["bench", {str(demo)!r}, "--num-batches", "2", "--warmup", "1", "--batch-size", "2"]) == 0
+assert main(["bench", {str(small)!r}, "--num-batches", "2", "--warmup", "1", "--batch-size", "2"]) == 0
 assert "torchcodec" in sys.modules
 assert not any(name.startswith("torch._dynamo") for name in sys.modules)
 import torch
@@ -80,49 +86,27 @@ assert "torch._dynamo" in sys.modules
 
 
 @pytest.mark.slow
-def test_from_a_script_beside_other_modules_of_the_same_names(demo: Path, tmp_path: Path) -> None:
-    """The script has no main guard. It is started in another folder, which has such modules too."""
-    script = decoys(tmp_path / "scripts") / "script.py"
-    script.write_text(f"import sys\nsys.path.remove({str(script.parent)!r})\n{PROGRAM}")
-    flags = ["-W", "error::FutureWarning", "-X", "utf8"]
-    check(*run([sys.executable, *flags, script, demo], cwd=decoys(tmp_path / "work")))
+def test_from_a_script_that_finds_the_package_itself(small: Path, tmp_path: Path) -> None:
+    """The interpreter is isolated, so neither the environment nor the folder of the script is searched.
 
-
-@pytest.mark.slow
-def test_from_a_script_that_finds_the_package_itself(demo: Path, tmp_path: Path) -> None:
-    """The interpreter is isolated, so neither the environment nor the folder of the script is searched."""
+    The process gets the options of the interpreter.
+    """
     (tmp_path / "own").symlink_to(PACKAGE)
     script = decoys(tmp_path / "scripts") / "script.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'own')!r})\n{PROGRAM}")
-    found, err = run([sys.executable, "-I", script, demo], cwd=script.parent, PYTHONPATH=str(script.parent))
+    options = ["-I", "-W", "error::FutureWarning", "-X", "utf8"]
+    found, err = run([sys.executable, *options, script, small], cwd=script.parent, PYTHONPATH=str(script.parent))
     check(found, err)
-
-
-FLAGS = f"""{SAME}
-with dali_stream.Loader(sys.argv[1], batch_size=8) as loader:
-    for _ in loader:
-        [child] = psutil.Process().children()
-        command = child.cmdline()
-        break
-print(json.dumps(command))
-"""
-
-
-@pytest.mark.slow
-def test_options_of_the_interpreter_reach_the_process(demo: Path) -> None:
-    options = ["-E", "-s", "-W", "error::FutureWarning", "-X", "utf8"]
-    code = f"import sys; sys.path.insert(0, {str(PACKAGE)!r})\n{FLAGS}"
-    command, err = run([sys.executable, *options, "-c", code, demo])
+    [command] = found["commands"]
     given = command[1 : command.index("-c")]
-    assert err == ""
-    assert {"-E", "-s", "-Werror::FutureWarning"} < set(given)
+    assert {"-I", "-Werror::FutureWarning"} < set(given)
     assert given[given.index("-X") + 1] == "utf8" if "-X" in given else "-Xutf8" in given
 
 
 @pytest.mark.slow
-def test_from_a_notebook(demo: Path, tmp_path: Path) -> None:
+def test_from_a_notebook(small: Path, tmp_path: Path) -> None:
     before, after = PROGRAM.split("import itertools")
-    cells = [f"import sys; sys.argv = ['', {str(demo)!r}]", before, f"import itertools{after}"]
+    cells = [f"import sys; sys.argv = ['', {str(small)!r}]", before, f"import itertools{after}"]
     runner = f"""
 import json, nbclient, nbformat
 book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in {cells!r}])
@@ -136,12 +120,14 @@ print(json.dumps([output for cell in book.cells for output in cell.outputs if ou
 
 
 @pytest.mark.slow
-def test_under_torchrun(demo: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"{PROGRAM}\nimport os\nopen(os.environ['RANK'], 'w').write(json.dumps(found))\n")
+def test_under_torchrun_from_a_script_beside_other_modules_of_the_same_names(small: Path, tmp_path: Path) -> None:
+    """The script has no main guard. It goes to another folder, which has such modules too."""
+    script, work = decoys(tmp_path / "scripts") / "script.py", decoys(tmp_path / "work")
+    begin = f"import os, sys\nsys.path.remove({str(script.parent)!r})\nos.chdir({str(work)!r})\n"
+    script.write_text(f"{begin}{PROGRAM}\nopen(os.environ['RANK'], 'w').write(json.dumps(found))\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    run([*launcher, script, demo], cwd=tmp_path, OMP_NUM_THREADS="1")
-    ranks = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
+    run([*launcher, script, small], cwd=tmp_path, OMP_NUM_THREADS="1")
+    ranks = [json.loads((work / rank).read_text()) for rank in "01"]
     for found in ranks:
         assert found["first"] == found["processes"]
         assert (len(found["processes"]), found["left"]) == (1, [])
@@ -151,24 +137,47 @@ def test_under_torchrun(demo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_shared_memory_in_the_file_system(demo: Path) -> None:
+def test_without_shared_memory_in_the_file_system(small: Path) -> None:
     """/dev/shm is a read-only file system. In containers, it is often missing or has 64 MB."""
     isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     hide = "mount -t tmpfs -o ro tmpfs /dev/shm && ! touch /dev/shm/file 2>/dev/null"
     if shutil.which("unshare") is None or subprocess.run([*isolated, hide], capture_output=True, check=False).returncode:
         pytest.skip("the kernel does not let this user mount a file system over /dev/shm")
-    check(*run([*isolated, f'{hide} && exec "$@"', "sh", sys.executable, "-c", PROGRAM, demo]))
+    check(*run([*isolated, f'{hide} && exec "$@"', "sh", sys.executable, "-c", PROGRAM, small]))
+
+
+def same_here(dataset: Dataset | Path) -> None:
+    """Compare the batches of a Loader that may have a process of its own, but has none, with those of one that must not."""
+    options: dict[str, Any] = {"batch_size": 8, "last_batch": "partial"}
+    with Loader(dataset, in_process=False, **options) as loader, Loader(dataset, in_process=True, **options) as expected:
+        for batch, other in zip(loader, expected, strict=True):
+            assert equal(batch, other)
+            assert not [child for child in psutil.Process().children() if "producer_main" in " ".join(child.cmdline())]
 
 
 @pytest.mark.slow
-def test_where_no_interpreter_can_be_started(demo: Path) -> None:
+def test_where_no_interpreter_can_be_started(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in an embedded interpreter. The batches are made in the process, and a warning says why."""
-    code = f"import sys; sys.executable = ''\n{PROGRAM}"
-    found, err = run([sys.executable, "-c", code, demo])
-    assert (found["first"], found["processes"], err.count("\n")) == ([], [], 1), err
-    assert err.startswith("The Loader makes its batches in this process, since ")
-    assert "sys.executable is empty" in err
-    assert sorted(found["samples"]) == list(range(found["frames"]))
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", "")
+    same_here(small)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("The Loader makes its batches in this process, since ")
+    assert "sys.executable is empty" in warning
+
+
+@pytest.mark.slow
+def test_files_in_the_memory_of_the_program(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No other process can read them."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(small), "/dataset", recursive=True)
+    try:
+        with caplog.at_level(logging.INFO, "dali_stream"):
+            same_here(Dataset("memory://dataset"))
+    finally:
+        memory.rm("/dataset", recursive=True)
+    assert "the batches are made in this process, since the files of memory://dataset are in its memory" in caplog.text
 
 
 FOLDER = """
@@ -189,13 +198,15 @@ import fsspec
 class Token:
     pass
 
+with dali_stream.Loader(sys.argv[1], batch_size=8, in_process=True, **whole) as in_process:
+    expected = list(in_process)
+
 def run(name, driver, token):
     fsspec.register_implementation(name, driver)
     dataset = dali_stream.Dataset(name + "://" + sys.argv[1], storage_options={{"token": eval(token)}})
     with contextlib.redirect_stderr(io.StringIO()) as said:
         with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
-            with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
-                found = same(loader, in_process)
+            found = same(loader, expected)
     return found | {{"frames": dataset.num_frames, "said": said.getvalue()}}
 
 print(json.dumps([run(*each) for each in json.loads(sys.argv[2])]))
@@ -203,7 +214,7 @@ print(json.dumps([run(*each) for each in json.loads(sys.argv[2])]))
 
 
 @pytest.mark.slow
-def test_storages_of_the_user(demo: Path, tmp_path: Path) -> None:
+def test_storages_of_the_user(small: Path, tmp_path: Path) -> None:
     """If the process cannot import a part of the storage, the program makes the batches itself, and a warning says why."""
     (tmp_path / "custom_storage.py").write_text(FOLDER)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -213,7 +224,7 @@ def test_storages_of_the_user(demo: Path, tmp_path: Path) -> None:
         ("function", "custom_storage.Folder", "lambda: 'text'"): "the dataset cannot be pickled (",
         ("program", "__main__.Folder", "'text'"): "the dataset cannot be unpickled there (AttributeError: ",
     }
-    found, err = run([sys.executable, "-c", CUSTOM, demo, json.dumps([*cases])], PYTHONPATH=path)
+    found, err = run([sys.executable, "-c", CUSTOM, small, json.dumps([*cases])], PYTHONPATH=path)
     assert err == ""
     for case, reason, each in zip(cases, cases.values(), found, strict=True):
         assert sorted(each["samples"]) == list(range(each["frames"])), case
@@ -221,22 +232,3 @@ def test_storages_of_the_user(demo: Path, tmp_path: Path) -> None:
         assert each["said"].count("\n") == bool(reason), each["said"]
         assert not reason or each["said"].startswith("The Loader makes its batches in this process, since ")
         assert reason in each["said"], case
-
-
-IN_MEMORY = f"""{SAME}
-import fsspec
-logging.basicConfig(format="%(message)s", level=logging.INFO)
-fsspec.filesystem("memory").put(sys.argv[1], "/demo", recursive=True)
-dataset = dali_stream.Dataset("memory://demo")
-with dali_stream.Loader(dataset, batch_size=8, **whole) as loader:
-    with dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
-        print(json.dumps(same(loader, in_process)))
-"""
-
-
-@pytest.mark.slow
-def test_files_in_the_memory_of_the_program(demo: Path) -> None:
-    """No other process can read them."""
-    found, err = run([sys.executable, "-c", IN_MEMORY, demo])
-    assert (len(found["samples"]), found["processes"]) == (dali_stream.Dataset(demo).num_frames, [])
-    assert "the batches are made in this process, since the files of memory://demo are in its memory" in err

@@ -270,7 +270,7 @@ def transformed(small: Path, workers: int, whole: bool, **arguments: Any) -> Tra
     return Transformed(make(small, **arguments), transform, keys=keys, num_workers=workers, prefetch=2, device="cpu")
 
 
-@pytest.mark.parametrize(("workers", "whole"), [(0, False), (2, True), slow(0, True), slow(2, False)])
+@pytest.mark.parametrize(("workers", "whole"), [(0, False), (2, True), slow(0, True)])
 def test_a_batch_of_a_transformed_is_that_of_the_iteration(small: Path, workers: int, whole: bool) -> None:
     """Also in another process. The random numbers and the threads of training stay."""
     arguments: dict[str, Any] = {"batch_size": 24, "last_batch": "partial", "normalize": "mean_std"}

@@ -15,16 +15,34 @@ from dali_stream.system.child_process import Connection
 from support.own_process import SAFETY_S
 
 
+class _NoThread:
+    """Stand-in for a thread of a decode process, when no other process will start."""
+
+    is_running = False
+
+    def close(self) -> None:
+        """Do nothing, since there is no connection."""
+
+
 def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let decode threads wait until decode processes have started. Return a list of the numbers of frames that these send."""
     parts: list[int] = []
+    without_process: list[processes.DecodeProcesses] = []  # those that start no other process
     decode, decode_remotely = processes.DecodeProcesses.decode, processes._RemoteThread.decode
+    attend = processes.DecodeProcesses._attend
 
     def waiting(self: processes.DecodeProcesses, *arguments: Any) -> Iterator[Any]:
         if not self._attending:
             self._start()
-        self._unused.put(self._unused.get(timeout=SAFETY_S))
+        if self not in without_process:
+            self._unused.put(self._unused.get(timeout=SAFETY_S))
         yield from decode(self, *arguments)
+
+    def attending(self: processes.DecodeProcesses, count: int) -> None:
+        attend(self, count)
+        without_process.append(self)
+        for _ in range(count):  # for decode threads that wait already
+            self._unused.put(_NoThread())  # type: ignore[arg-type]
 
     def counted(*arguments: Any) -> Iterator[Any]:
         for part in decode_remotely(*arguments):
@@ -32,6 +50,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             yield part
 
     monkeypatch.setattr(processes.DecodeProcesses, "decode", waiting)
+    monkeypatch.setattr(processes.DecodeProcesses, "_attend", attending)
     monkeypatch.setattr(processes._RemoteThread, "decode", counted)
     return parts
 

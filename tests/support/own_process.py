@@ -18,11 +18,15 @@ from support.killing import start
 
 SAFETY_S = 300  # seconds after which a test fails that would hang otherwise
 
-# Part of a program: `same` compares a Loader that has a process of its own with one that has none.
+# Part of a program: `same` compares a Loader that has a process of its own with one that has none. The program compiles
+# nothing, so it does not import torch's compiler, which takes as long as torch itself.
 SAME = """
 import json, logging, sys
 import psutil, torch
 import dali_stream
+from dali_stream.system.torchcodec_import import compile_nothing
+
+compile_nothing()
 
 whole = {"last_batch": "partial"}  # each frame of an epoch is delivered
 
