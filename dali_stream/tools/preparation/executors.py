@@ -11,7 +11,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from typing import Any
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.system.torchcodec_import import compile_nothing
+from dali_stream.tools.pool_process import begin
 
 Json = dict[str, Any]
 Call = Callable[[Json], Json]
@@ -101,21 +100,7 @@ def _run_in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:
 
 def _pool() -> ProcessPoolExecutor:
     """Return a pool of one process. It is spawned, since the threads of obstore and torch do not survive a fork."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
-
-
-def _begin(parent: int) -> None:
-    """Prepare a process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
-    import ctypes
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent ended before prctl
-        os._exit(1)
-    compile_nothing()
-    import torch
-
-    torch.set_num_threads(1)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin, initargs=(os.getpid(),))
 
 
 def on_slurm(
