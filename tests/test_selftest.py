@@ -30,7 +30,6 @@ from dali_stream.tools import isolated
 from dali_stream.tools.selftest import identity, load, run, speed, videos
 
 H264 = "h264 without IDR frames"  # a case
-COMPARED = 7 * 16 * 2 * 3  # frames that two Loaders are compared with at least: of a batch, each camera, and its window
 COLOUR_TOLERANCE = 4  # mean difference from FFmpeg's frames that is right, of 255, see docs/gpu.md
 
 
@@ -74,12 +73,15 @@ def test_it_passes_where_dali_decodes_on_a_cpu(
         return json.loads(json.dumps({"rows": rows if isinstance(rows, list) else [rows or {}]}))
 
     monkeypatch.setattr(run, "run_step", run_step_here)
-    codec, _, gop = identity.CASES["vp9 of odd size"]
-    monkeypatch.setattr(identity, "CASES", {"vp9 of odd size": (codec, (121, 161), gop), H264: identity.CASES[H264]})
-    monkeypatch.setattr(identity, "_TIMED", 3)
+    small = {"vp9 of odd size": (121, 161), H264: (120, 160)}
+    cases = {case: (codec, small[case], gop) for case, (codec, _, gop) in identity.CASES.items() if case in small}
+    monkeypatch.setattr(identity, "CASES", cases)
+    for name, count in {"_CLIPS": 12, "_CASE_CLIPS": 4, "_TIMED": 3}.items():
+        monkeypatch.setattr(identity, name, count)
+    monkeypatch.setattr(load, "_HELD", 2)
     monkeypatch.setattr(run, "GOPS", (2, 12))
-    monkeypatch.setattr(run, "FAST", (144, 160))
-    monkeypatch.setattr(run, "SIZES", ((144, 160), (120, 160)))
+    monkeypatch.setattr(run, "FAST", (128, 160))
+    monkeypatch.setattr(run, "SIZES", ((128, 160), (120, 160)))
     monkeypatch.setattr(run, "PADDED", ((128, 160), (120, 160)))
     monkeypatch.setattr(run, "SIZE", (120, 160))
     monkeypatch.setattr(speed, "BATCHES", 3)
@@ -95,7 +97,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(
     assert [(row["test"], row["shape"]) for row in trusted] == [(test, shape) for test in asked for shape in videos.SHAPES]
     for row in trusted:
         assert row["decoder"] == "dali"
-        assert row["frames"] >= 24
+        assert row["frames"] >= 12
         assert row["wrong"] == 0
         assert 0 < row["mean_error"] < COLOUR_TOLERANCE
     cases = {(row["test"], row["decoder"]): row for row in report["identity"] if row["test"] not in asked}
@@ -109,9 +111,9 @@ def test_it_passes_where_dali_decodes_on_a_cpu(
     ]  # fmt: skip
     for row in report["load"]:
         assert (row["wrong"], row["route_changes"], set(row["routes"].values())) == (0, 0, {"dali"})
-        assert row["frames"] == COMPARED or (row["test"] == "epochs" and row["frames"] > 500)
+        assert row["frames"] > 500 if row["test"] == "epochs" else row["frames"] == 3 * 16 * 2 * 3
         assert row["wait_s"] < row["seconds"]
-    sizes = {f"vp9, {size}, idle GPU" for size in ("144×160", "120×160")}
+    sizes = {f"vp9, {size}, idle GPU" for size in ("128×160", "120×160")}
     idle = [row for row in report["speed"] if not row["busy"]]
     assert {(row["test"], row["decoder"]) for row in idle} == {(t, d) for t in sizes for d in ("dali", "torchcodec")}
     assert {row.get("per_clip") for row in idle} == {1, 4, 16, None}
@@ -120,7 +122,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(
     assert [(row["decoder"], row["threads"]) for row in busy] == tried
     cpu, *rates = [row["frames_per_s"] for row in busy]
     assert [row.get("ratio") for row in busy] == [None, *(rate / cpu for rate in rates)]
-    assert f"vp9, 144×160, busy GPU: the fastest decoder reaches {max(rates) / cpu:.2f} of the CPU's speed" in said
+    assert f"vp9, 128×160, busy GPU: the fastest decoder reaches {max(rates) / cpu:.2f} of the CPU's speed" in said
     assert "av1 was not tested: DALI decodes vp8, vp9, mjpeg on a CPU" in said
     assert "passed on the CPU" in said
 
@@ -257,7 +259,7 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
 
     monkeypatch.setattr(dali_stream.Loader, "__iter__", overwritten)
     found = load.lockstep(str(vp9_demo), "cpu", 0, (144, 224))
-    assert found["frames"] == COMPARED
+    assert found["frames"] == 7 * 16 * 2 * 3
     assert found["wrong"] == 16  # of one camera and one step of its window; all others are right
     assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
 
