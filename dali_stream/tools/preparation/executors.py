@@ -11,6 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from typing import Any
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.tools.pool_process import begin
+from dali_stream.tools.task_process import begin, call_each
 
 Json = dict[str, Any]
 Call = Callable[[Json], Json]
@@ -133,7 +134,7 @@ def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int)
             parts = [waiting.popleft() for _ in range(min(len(waiting), _MOST_JOBS - len(running)))]
             if parts:
                 try:
-                    jobs = cluster.map_array(functools.partial(_call_each, call), parts)
+                    jobs = cluster.map_array(functools.partial(call_each, pickle.dumps(call)), parts)
                 except Exception as error:  # sbatch is missing, or rejects the jobs
                     raise DaliStreamError(f"SLURM does not accept the jobs: {' '.join(str(error).split())[:300]}") from error
                 running += zip(jobs, parts, strict=True)
@@ -153,10 +154,6 @@ def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int)
     return lost
 
 
-def _call_each(call: Call, tasks: Sequence[Json]) -> list[Json]:
-    return [call(task) for task in tasks]
-
-
 def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: int = 1000) -> Iterator[Json | None]:
     """Run tasks on a Ray cluster. Ray repeats a task up to three times if its worker or node dies.
 
@@ -170,20 +167,21 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
     is_own = not ray.is_initialized()
     if is_own:
         ray.init(address, log_to_driver=False, include_dashboard=False if address is None else None)
-    remote: Any = ray.remote(num_cpus=1, max_retries=3)(lambda task: call(task))
+    remote: Any = ray.remote(num_cpus=1, max_retries=3)(call_each)
+    pickled = pickle.dumps(call)
     waiting, running = deque(tasks), dict[Any, Json]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 task = waiting.popleft()
-                running[remote.remote(task)] = task
+                running[remote.remote(pickled, [task])] = task
             ended = ray.wait(list(running), timeout=_TICK_S)[0]
             if not ended:
                 yield None
             for reference in ended:
                 task = running.pop(reference)
                 try:
-                    result = ray.get(reference)
+                    [result] = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     result = _failed(task, error)
                 yield result
