@@ -36,7 +36,8 @@ EPISODES, FRAMES = 48, 4
 KILLS = int(os.environ.get("PREPARE_KILLS", "2"))
 HANGS_S = 240.0  # a command that has run for so long since the last kill hangs
 FILE_MB = 0.006  # about 24 files
-ENCODED = ("--codec", "h264", "--size", "64x80")
+LARGER_MB = 0.02  # of the tests that start processes: about 8 files
+ENCODED = ("--codec", "h264", "--size", "64x80", "--file-mb", LARGER_MB)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +64,13 @@ def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 def encoded(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """All files of a run that encodes, and that nothing interrupted."""
     out = tmp_path_factory.mktemp("encoded") / "out"
-    prepared(many, out, file_mb=FILE_MB, codec="h264", size=(64, 80))
+    prepared(many, out, file_mb=LARGER_MB, codec="h264", size=(64, 80))
+    assert len([name for name in tree(out) if not name.startswith("meta/")]) >= 6
     return tree(out)
 
 
 def command(source: Path, out: Path, *options: object) -> list[str]:
-    return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, "--file-mb", FILE_MB, *options))]
+    return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, *options))]
 
 
 def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Process], list[psutil.Process]]) -> int:
@@ -150,11 +152,10 @@ def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, monkeypatch: pytest.M
     programs = write_slurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     (tmp_path / "slurm/kill").touch()  # the first job dies
-    file_mb = 0.02
-    prepared(many, tmp_path / "whole", file_mb=file_mb)
+    prepared(many, tmp_path / "whole", file_mb=LARGER_MB)
     options = ["--executor", "slurm", "--files-per-job", "2", "--slurm-partition", "cpu", "--slurm-time", "60"]
     options += ["--slurm-folder", str(tmp_path / "jobs")]
-    assert main(["prepare", str(many), str(tmp_path / "out"), "--file-mb", str(file_mb), *options]) == 0
+    assert main(["prepare", str(many), str(tmp_path / "out"), "--file-mb", str(LARGER_MB), *options]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     submitted = (tmp_path / "slurm/submitted").read_text()
     for said in ("--array=0-", "--partition=cpu", "--time=60"):
