@@ -574,12 +574,11 @@ def test_doctor_and_info_know_depth(root: Path, tmp_path: Path, capsys: pytest.C
     assert '"problem"' not in said
 
 
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize("options", [[], ["--deep"]], ids=str)
 def test_doctor_says_that_pyav_is_missing_and_does_not_blame_the_file(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('No module named av')")
-    monkeypatch.syspath_prepend(tmp_path)  # of the processes that the doctor starts
     monkeypatch.setitem(sys.modules, "av", None)
     main(["doctor", str(root), *options, "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]

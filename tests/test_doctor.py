@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torchcodec
 from support.doctor import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
+from support.gpu_machine import GpuMachine
 from support.programs import failed
-from support.slow import slow
 
 from dali_stream.cli import main
 from dali_stream.system.cgroups import cpu_quota
@@ -36,21 +38,20 @@ def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> 
     assert lines[-1].startswith("warning: 0 problems, ")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize(
     ("gpus", "warned", "engines"),
     [
-        slow("a100", ["GPU 0 AV1"], [5]),
-        slow("l4", [], [4]),
+        ("a100", ["GPU 0 AV1"], [5]),
+        ("l4", [], [4]),
         ("b200", [], [7]),
         ("h100,h100,l4", ["GPU 0, 1 AV1"], [7, 7, 4]),
         ("mig", ["GPU 0"], [0]),
     ],
 )
-def test_what_each_gpu_decodes(
-    gpus: str, warned: list[str], engines: list[int], fake_driver: FakeDriver, libraries: Path
-) -> None:
-    report = doctor(environment=fake_driver(*gpus.split(",")), libraries=libraries)
+def test_what_each_gpu_decodes(gpus: str, warned: list[str], engines: list[int], gpu_machine: GpuMachine) -> None:
+    gpu_machine.has(*gpus.split(","))
+    report = doctor()
     assert report["status"] != "problem"
     assert bad(report) == [("warning", name) for name in warned]
     assert [gpu["engines"] for gpu in report["gpus"]] == engines
@@ -67,29 +68,29 @@ def test_what_each_gpu_decodes(
         }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 @pytest.mark.parametrize(
     ("fails", "status", "said", "remedy"),
     [
         ({"cuInit": 100}, "warning", "CUDA_ERROR_NO_DEVICE", "--gpus all"),
         ({"cuInit": 803}, "problem", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "Restart"),
-        slow({"cuInit": 34}, "problem", "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
-        slow({"cuDeviceGetCount": 800}, "problem", "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
+        ({"cuInit": 34}, "problem", "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
+        ({"cuDeviceGetCount": 800}, "problem", "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
     ],
 )
-def test_a_driver_that_fails(
-    fails: dict[str, int], status: str, said: str, remedy: str, fake_driver: FakeDriver, libraries: Path
-) -> None:
-    report = doctor(environment=fake_driver("h100", fails=fails), libraries=libraries)
+def test_a_driver_that_fails(fails: dict[str, int], status: str, said: str, remedy: str, gpu_machine: GpuMachine) -> None:
+    gpu_machine.has("h100", fails=fails)
+    report = doctor()
     finding = found(report, "driver")
     assert (report["status"], finding["status"], report["gpus"]) == (status, status, [])
     assert said in finding["text"]
     assert remedy in finding["remedy"]
 
 
-@pytest.mark.slow
-def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) -> None:
-    report = doctor(environment=fake_driver("h100", video=False), libraries=libraries)
+@pytest.mark.usefixtures("doctor_here")
+def test_nvdec_that_cannot_be_asked(gpu_machine: GpuMachine) -> None:
+    gpu_machine.has("h100", video=False)
+    report = doctor()
     assert bad(report) == [("problem", "GPU 0")]
     assert "libnvcuvid.so.1" in found(report, "GPU 0")["text"]
     assert "NVIDIA_DRIVER_CAPABILITIES=video,compute,utility" in found(report, "GPU 0")["remedy"]
@@ -98,7 +99,8 @@ def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) ->
         ({"cuvidGetDecoderCaps": 801}, "NOT_SUPPORTED"),
         ({"cuvidGetDecoderCaps": 100}, "NO_DEVICE"),
     ):
-        report = doctor(environment=fake_driver("h100", fails=fails), libraries=libraries)
+        gpu_machine.has("h100", fails=fails)
+        report = doctor()
         assert bad(report) == [("problem", "GPU 0")]
         assert said in found(report, "GPU 0")["text"]
 
@@ -122,8 +124,8 @@ def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> 
             "for CUDA 13.0: it finds none",
         ),
     }
-    for name, (torch, cuda, said) in builds.items():
-        report = doctor(environment=fake_driver("l4", cuda=cuda), libraries=shadows(tmp_path / name, torch=torch))
+    for name, (code, cuda, said) in builds.items():
+        report = doctor(environment=fake_driver("l4", cuda=cuda), libraries=shadows(tmp_path / name, torch=code))
         finding = found(report, "torch")
         assert (report["status"], finding["status"]) == ("problem", "problem"), name
         assert said in finding["text"]
@@ -133,21 +135,23 @@ def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> 
         assert ("for CUDA 12, and the driver supports up to 11.8" in dali["text"]) == (cuda == "11080")
 
 
-@pytest.mark.slow
-def test_versions_that_must_not_decode_on_nvdec(fake_driver: FakeDriver, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("doctor_here")
+@pytest.mark.parametrize(("version", "cuda"), [("0.16.0", "13.0"), ("0.17.0+cu126", "12.6")])
+def test_versions_that_must_not_decode_on_nvdec(version: str, cuda: str, gpu_machine: GpuMachine) -> None:
     """A warning, since the CPU decodes everything. Without engines, NVDEC decodes nothing in any version."""
-    torch = "__version__ = '2.13.0+cu126'\n" + TORCH.format(cuda="12.6", gpu=True)
-    cases = {"0.16.0": ("0.16.0", None, "2.13.0"), "0.17.0+cu126": ("0.17.0+cu126", torch, "2.13.0+cu126")}
-    for name, (version, code, torch_version) in cases.items():
-        libraries = shadows(tmp_path / name, torch=code, torchcodec=f"__version__, ffmpeg_major_version = {version!r}, 7\n")
-        report = doctor(environment=fake_driver("l4"), libraries=libraries)
-        assert bad(report) == [("warning", "torchcodec")]
-        finding = found(report, "torchcodec")
-        said = f"torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec {version} and torch {torch_version}"
-        assert finding["text"] == f"{version}, fits torch and FFmpeg 7. The CPU decodes all videos: on NVDEC, {said}"
-        assert finding["remedy"].startswith("pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17', ")
-        assert bad(doctor(environment=fake_driver("mig"), libraries=libraries)) == [("warning", "GPU 0")]
-        assert "torchcodec" not in [name for _, name in bad(doctor(libraries=libraries))]
+    gpu_machine.installs(version, cuda)
+    gpu_machine.has("l4")
+    report = doctor()
+    assert bad(report) == [("warning", "torchcodec")]
+    finding = found(report, "torchcodec")
+    said = f"torchcodec must be 0.17 or later, with torch for CUDA 13, got torchcodec {version} and torch {torch.__version__}"
+    fits = f"{version}, fits torch and FFmpeg {torchcodec.ffmpeg_major_version}"
+    assert finding["text"] == f"{fits}. The CPU decodes all videos: on NVDEC, {said}"
+    assert finding["remedy"].startswith("pip install --upgrade 'torch>=2.11' 'torchcodec>=0.17', ")
+    gpu_machine.has("mig")
+    assert bad(doctor()) == [("warning", "GPU 0")]
+    gpu_machine.has()
+    assert "torchcodec" not in [name for _, name in bad(doctor())]
 
 
 @pytest.mark.slow
@@ -163,23 +167,32 @@ def test_two_builds_of_dali_at_once(libraries: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torchcodec", *map(slow, ("torch", "DALI"))])
-def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path) -> None:
-    expected = {ABSENT: "No module named X", BROKEN: "undefined symbol", ABORTS: "crashed with SIGABRT"}
-    for number, (code, said) in enumerate(expected.items()):
-        report = doctor(libraries=shadows(tmp_path / str(number), **{library.lower(): code}))
+@pytest.mark.parametrize(
+    "codes",
+    [
+        {"torch": ABSENT, "DALI": BROKEN},
+        {"torch": BROKEN, "torchcodec": ABSENT},
+        {"torchcodec": BROKEN, "DALI": ABSENT},
+        {"torch": ABORTS},
+        {"torchcodec": ABORTS, "DALI": ABORTS},
+    ],
+)
+def test_libraries_that_are_absent_broken_or_crash(codes: dict[str, str], tmp_path: Path) -> None:
+    report = doctor(libraries=shadows(tmp_path, **{library.lower(): code for library, code in codes.items()}))
+    assert report["status"] == "problem"
+    for library, code in codes.items():
         finding = found(report, library)
+        assert {ABSENT: "No module named X", BROKEN: "undefined symbol", ABORTS: "crashed with SIGABRT"}[code] in finding[
+            "text"
+        ]
         # Without a GPU, a Loader needs no DALI.
         status = "warning" if (library, code) == ("DALI", ABSENT) else "problem"
-        assert (finding["status"], report["status"]) == (status, status)
-        assert said in finding["text"]
+        assert finding["status"] == status
         assert status == "warning" or finding["text"].startswith(f"{library} does not import: ")
-        others = (
-            {"torch", "torchcodec", "DALI"} - {library} - ({"torchcodec"} if library == "torch" and code == ABORTS else set())
-        )
-        assert {found(report, other)["status"] for other in others} == {"ok"}
-        if library == "torchcodec" and code == BROKEN:
+        if (library, code) == ("torchcodec", BROKEN):
             assert all(word in finding["remedy"] for word in ("FFmpeg 4 to 8", "fits torch"))
+    others = {"torch", "torchcodec", "DALI"} - set(codes) - ({"torchcodec"} if codes == {"torch": ABORTS} else set())
+    assert {found(report, other)["status"] for other in others} == {"ok"}
 
 
 @pytest.mark.slow
@@ -213,15 +226,13 @@ def test_a_library_that_hangs(tmp_path: Path) -> None:
     assert found(report, "torch")["status"] == "ok"
 
 
-@pytest.mark.slow
-def test_a_container_that_was_promised_gpus_and_has_none(
-    monkeypatch: pytest.MonkeyPatch, libraries: Path, fake_driver: FakeDriver
-) -> None:
+@pytest.mark.usefixtures("doctor_here")
+def test_a_container_that_was_promised_gpus_and_has_none(gpu_machine: GpuMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The image asks for all of them, so a `docker run` without --gpus would else pass for a machine without any."""
-    environment = fake_driver("h100", fails={"cuInit": 100})
+    gpu_machine.has("h100", fails={"cuInit": 100})
     for promised, status in (("all", "problem"), ("0,hf_secret", "problem"), ("void", "warning"), ("none", "warning")):
         monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", promised)
-        report = doctor(environment={**environment, "NVIDIA_VISIBLE_DEVICES": promised}, libraries=libraries)
+        report = doctor()
         assert found(report, "driver")["status"] == status
         assert "--gpus all" in found(report, "driver")["remedy"]
         assert "secret" not in str(report)

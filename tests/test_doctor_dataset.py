@@ -129,7 +129,7 @@ def test_a_remote_dataset_takes_few_requests(tmp_path: Path) -> None:
     assert findings["rows"].text.endswith("in 32 checked episodes of 100")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 def test_rows_that_cannot_be_read(demo_copy: Path) -> None:
     for path in demo_copy.glob("data/**/*.parquet"):
         path.write_bytes(POINTER)
@@ -186,37 +186,35 @@ def mixture(folder: Path, **content: Any) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_the_datasets_of_a_mixture_file_are_examined_one_by_one(parts: Path, tmp_path: Path) -> None:
-    libraries = shadows(tmp_path / "libraries")
-    report = doctor(mixture(parts), libraries=libraries)
+@pytest.mark.usefixtures("doctor_here")
+def test_the_datasets_of_a_mixture_file_are_examined_one_by_one(parts: Path) -> None:
+    report = doctor(mixture(parts))
     names = [f["name"] for f in report["findings"] if f["area"] == "dataset"]
     checks = ("statistics", "files", "rows", "tasks")
     assert names == [*(f"{part}: {check}" for part in ("pick", "fold") for check in checks), "mixture"]
     assert found(report, "fold: rows")["text"] == "rows are whole in 2 checked episodes of 2"
     assert found(report, "mixture")["text"] == "2 datasets, 59 samples an epoch"
-    report = doctor(mixture(parts), libraries=libraries, episodes=[1])  # in each dataset
+    report = doctor(mixture(parts), episodes=[1])  # in each dataset
     assert found(report, "mixture")["text"] == "2 datasets, 29 samples an epoch"
 
     # A dataset that cannot be opened hides nothing of the others.
     (parts / "pick" / INFO).write_text("{")
     [path] = parts.glob("fold/data/**/*.parquet")
     path.unlink()
-    report = doctor(mixture(parts), libraries=libraries)
+    report = doctor(mixture(parts))
     problems = [name for status, name in bad(report) if status == "problem"]
     assert problems == ["pick: metadata", "fold: files", "fold: rows"]
     assert str(parts / "pick" / INFO) in found(report, "pick: metadata")["text"]
     assert "mixture" not in [f["name"] for f in report["findings"]]
 
 
-@pytest.mark.slow
-def test_datasets_that_cannot_be_mixed_are_a_problem(parts: Path, tmp_path: Path) -> None:
-    libraries = shadows(tmp_path / "libraries")
+@pytest.mark.usefixtures("doctor_here")
+def test_datasets_that_cannot_be_mixed_are_a_problem(parts: Path) -> None:
     for content, said in (
         ({"weights": {"pick": 1}}, "weights must name each dataset, got none for 'fold'"),
         ({"keys": {"fold": {"observation.state": "state"}}}, "observation.state"),
     ):
-        finding = found(doctor(mixture(parts, **content), libraries=libraries), "mixture")
+        finding = found(doctor(mixture(parts, **content)), "mixture")
         assert finding["status"] == "problem"
         assert said in finding["text"]
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from support.datasets import SIDE, TOP, VIDEO, copied
-from support.doctor import NO_DECODER, TORCHCODEC, bad, doctor, found, looked_at, run, shadows
-from support.driver import FakeDriver
+from support.doctor import NO_DECODER, TORCHCODEC, bad, doctor, found, looked_at, shadows
 from support.gpu_machine import GpuMachine
 from support.programs import driver
 from support.videos import CAMERA, draw, encode, ffmpeg, h264, loader, shifted, write_dataset
@@ -126,23 +125,22 @@ def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path
         assert "crashed with SIGABRT" in findings[f"{key} frame, torchcodec"].text
 
 
-@pytest.mark.slow
-def test_a_size_that_no_codec_brings_to_nvdec_is_not_sent_round_in_circles(tmp_path: Path, fake_driver: FakeDriver) -> None:
+@pytest.mark.usefixtures("doctor_here")
+def test_a_size_that_no_codec_brings_to_nvdec_is_not_sent_round_in_circles(tmp_path: Path, gpu_machine: GpuMachine) -> None:
     size = (120, 128)  # of less than 80×144 the fake driver decodes nothing
     encode(draw(size=size), tmp_path / "a.mp4", h264(12))
     root = write_dataset(tmp_path / "odd", [tmp_path / "a.mp4"], size=size)
-    done = run(root, "--json", environment=fake_driver("h100"), libraries=shadows(tmp_path / "libraries"))
-    finding = found(json.loads(done.stdout), f"{CAMERA} on GPU 0")
+    gpu_machine.has("h100")
+    finding = found(doctor(root), f"{CAMERA} on GPU 0")
     assert "120×128 is outside what NVDEC takes" in finding["text"]
     assert "prepare" not in finding["remedy"]
 
 
-@pytest.mark.slow
-def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("doctor_here")
+def test_the_route_on_each_gpu_and_why(demo: Path, gpu_machine: GpuMachine) -> None:
     """AV1, which an H100 does not decode and an L4 does."""
-    libraries, driver = shadows(tmp_path), fake_driver("h100", "h100", "l4", "mig")
-    done = run(demo, "--json", environment=driver, libraries=libraries)
-    report = json.loads(done.stdout)
+    gpu_machine.has("h100", "h100", "l4", "mig")
+    report = doctor(demo)
     first, other = found(report, f"{TOP} on GPU 0, 1"), found(report, f"{TOP} on GPU 2")
     assert (first["status"], "no NVDEC decoder for av1" in first["text"]) == ("warning", True)
     assert "`dali-stream prepare URI OUT --codec hevc`" in first["remedy"]
@@ -150,8 +148,9 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     assert "prepare" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
     assert [found(report, f"{TOP} on {where}")["text"].startswith("torchcodec: ") for where in ("CPU", "GPU 3")] == [True] * 2
 
-    (libraries / "torchcodec/__init__.py").write_text("__version__, ffmpeg_major_version = '0.16.0', 7\n")
-    report = json.loads(run(demo, "--json", environment=driver, libraries=libraries).stdout)
+    gpu_machine.installs("0.16.0", "13.0")
+    gpu_machine.has("h100", "h100", "l4", "mig")
+    report = doctor(demo)
     other = found(report, f"{TOP} on GPU 2")
     assert other["status"] == "warning"
     assert other["text"].startswith("torchcodec: on NVDEC, torchcodec must be 0.17 or later, with torch for CUDA 13, got ")
@@ -160,7 +159,7 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     assert "no NVDEC decoder for av1" in found(report, f"{TOP} on GPU 0, 1")["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("doctor_here")
 def test_a_frame_of_an_open_gop(encoded: Callable[..., Path]) -> None:
     """FFmpeg outputs every frame of such a file only if it decodes from the start."""
     assert looked_at(encoded(*h264(12, open_gop=True)), TORCHCODEC)[f"{CAMERA} frame, torchcodec"].text == "decoded"

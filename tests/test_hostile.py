@@ -51,56 +51,65 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Half of the cases that come to every line of the package that refuses a file, of those that 32,000 (index), 8,200, 8,700,
-# 10,500 and 10,500 cases come to.
+FIRST = 100_000  # the first seed of each kind
 CASES = {
-    "index": 5000,  # headers of videos, the index read
-    "frames": 3400,  # headers of videos, frames decoded
-    "parquet": 2000,
-    "json": 2800,
-    "lines": 3200,  # all metadata of v2.1
+    "index": 2600,  # headers of videos, the index read
+    "frames": 1200,  # headers of videos, frames decoded
+    "parquet": 900,
+    "json": 1200,
+    "lines": 1300,  # all metadata of v2.1
 }
+# Later cases that come to errors of this package to which no case before them comes. With them, all errors are tested to which
+# 5000 (index), 3400, 2000, 2800 and 3200 cases come.
+RARE = {
+    "frames": (1401, 1477, 2109, 2849),
+    "parquet": (1027, 1448, 1527, 1764),
+    "json": (1461, 1525, 2488),
+    "lines": (1539, 1693, 1977, 2191, 2306, 2643, 2915, 3013),
+}
+
+
+def seeds(kind: str) -> list[int]:
+    """Seeds of the cases of a kind."""
+    return [FIRST + number for number in (*range(CASES[kind]), *RARE.get(kind, ()))]
 
 
 @pytest.mark.slow
 def test_broken_headers(healthy: Path) -> None:
-    run_child(healthy, {kind: (100_000, 100_000 + count) for kind, count in CASES.items()})
-
-
-def run_child(healthy: Path, seeds: dict[str, tuple[int, int]]) -> None:
-    """Fails where the child ends before its last case, says that a case went wrong, or takes far longer than it should."""
-    command = [sys.executable, __file__, str(healthy), json.dumps(seeds)]
-    cases = {kind: stop - start for kind, (start, stop) in seeds.items()}
+    """The child must reach its last case, and may not say that a case went wrong, nor take far longer than it should."""
+    command, count = [sys.executable, __file__, str(healthy)], sum(len(seeds(kind)) for kind in CASES)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + sum(cases.values()) * 0.2, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + count * 0.2, check=False)
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"hangs at case {(error.stdout or b'')[-200:]!r}")
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"exit code {done.returncode} after {lines[-1:]}: {done.stderr[-3000:]}"
-    for kind, outcomes in json.loads(lines[-1]).items():
-        assert sum(outcomes.values()) == cases.pop(kind)
+    found = json.loads(lines[-1])
+    assert set(found) == set(CASES)
+    for kind, outcomes in found.items():
+        assert sum(outcomes.values()) == len(seeds(kind))
         # Mutations that all pass, or of which none does, test nothing.
         assert outcomes.get("right", 0) > 0, kind
         assert sum(outcomes.values()) - outcomes.get("right", 0) > sum(outcomes.values()) // 20, kind
-    assert not cases
 
 
 # ------------------------------------------------------------------------------------------------- in the child
 
 
-def child(healthy: Path, seeds: dict[str, list[int]]) -> None:
-    """Works through the cases [first, last) of each kind."""
+def child(healthy: Path) -> None:
+    """Works through the cases of each kind."""
     kinds = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase, "lines": LinesCase}
-    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in seeds}
+    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in CASES}
     with tempfile.TemporaryDirectory() as folder:
         cases: dict[str, Any] = {}
-        for kind in seeds:
+        for kind in CASES:
             (own := Path(folder, kind)).mkdir()
             cases[kind] = kinds[kind](healthy, own)
             cases[kind].run(random.Random(0), lambda value: value)  # imports and caches, before memory is measured
         limit = _status("VmSize") + 4096 * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        for kind, seed in ((kind, seed) for kind, ends in seeds.items() for seed in range(*ends)):
+        todo = [(kind, seed) for kind in CASES for seed in seeds(kind)]
+        for kind, seed in todo:
             sys.stdout.write(f"{kind} {seed}\n")
             sys.stdout.flush()
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
@@ -369,4 +378,4 @@ def replace_somewhere(tree: Any, rng: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    child(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    child(Path(sys.argv[1]))

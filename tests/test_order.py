@@ -335,7 +335,7 @@ def test_each_draw_is_uniform_over_what_remains_in_the_pool(episode_lengths: lis
 @pytest.mark.slow
 @pytest.mark.parametrize("frames", [2, 5, 8, 13])
 def test_a_global_permutation_puts_every_frame_everywhere(frames: int) -> None:
-    found = Counter(place for epoch in range(4000) for place in enumerate(read(Order([frames], "global", 1, epoch))))
+    found = Counter(place for epoch in range(2000) for place in enumerate(read(Order([frames], "global", 1, epoch))))
     expected = {(at, (0, frame)): 1 / frames**2 for at in range(frames) for frame in range(frames)}
     assert chi_square(found, expected) < bound(len(expected))
 
@@ -450,13 +450,13 @@ def test_default_batches_are_mixed_as_well_as_by_a_full_shuffle(batch_size: int,
 def test_batches_of_many_sizes_are_mixed_as_well_as_by_a_full_shuffle(ranks: int) -> None:
     """The comparison covers the cases in which the pools hold all episodes."""
     compared = 0
-    for batch_size in range(ranks, 257, 62):  # odd and even ones
+    for batch_size in range(ranks, 200, 62):  # odd and even ones
         for episodes in (5, 12, 60, 180):
-            order, full, held = pool_mixing(batch_size * ranks, episodes, *default_pools(batch_size, ranks), batches=1000)
+            order, full, held = pool_mixing(batch_size * ranks, episodes, *default_pools(batch_size, ranks), batches=300)
             if held:
                 check_as_well_mixed_as_a_full_shuffle(order, full)
                 compared += 1
-    assert compared > 14, "of 20"
+    assert compared > 14, "of 16"
 
 
 def test_consumers_that_do_not_divide_the_batch_mix_badly() -> None:

@@ -25,7 +25,6 @@ from support.wild import change_rows
 
 from dali_stream import DaliStreamError, Dataset
 from dali_stream.tools.preparation import packets
-from dali_stream.tools.preparation.executors import in_processes
 
 Json = dict[str, Any]
 
@@ -240,13 +239,3 @@ def test_an_executor_that_loses_a_result_is_named(demo: Path, tmp_path: Path) ->
     with pytest.raises(DaliStreamError, match=r"no result for 1 file, such as data/chunk-000/file-000\.parquet"):
         prepared(demo, tmp_path / "out", map_tasks=lambda function, tasks: map(function, tasks[1:]))
     assert not (tmp_path / "out/meta/info.json").exists()
-
-
-def _fail(task: Json) -> Json:
-    raise RuntimeError(f"{'text ' * 200}and the cause")
-
-
-def test_an_error_of_a_worker_has_its_cause() -> None:
-    [result] = [each for each in in_processes(_fail, [{"path": "a"}], 1) if each is not None]
-    assert "RuntimeError: text" in result["error"]
-    assert "and the cause" in result["error"]

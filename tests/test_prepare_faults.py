@@ -36,7 +36,8 @@ EPISODES, FRAMES = 48, 4
 KILLS = int(os.environ.get("PREPARE_KILLS", "2"))
 HANGS_S = 240.0  # a command that has run for so long since the last kill hangs
 FILE_MB = 0.006  # about 24 files
-ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
+LARGER_MB = 0.02  # of the tests that start processes: about 8 files
+ENCODED = ("--codec", "h264", "--size", "64x80", "--file-mb", LARGER_MB)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,17 @@ def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return tree(out)
 
 
+@pytest.fixture(scope="module")
+def encoded(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """All files of a run that encodes, and that nothing interrupted."""
+    out = tmp_path_factory.mktemp("encoded") / "out"
+    prepared(many, out, file_mb=LARGER_MB, codec="h264", size=(64, 80))
+    assert len([name for name in tree(out) if not name.startswith("meta/")]) >= 6
+    return tree(out)
+
+
 def command(source: Path, out: Path, *options: object) -> list[str]:
-    return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, "--file-mb", FILE_MB, *options))]
+    return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, *options))]
 
 
 def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Process], list[psutil.Process]]) -> int:
@@ -104,20 +114,20 @@ def written(output: IO[str]) -> str:
 
 
 @pytest.mark.slow
-def test_random_kills_of_workers_and_command_change_nothing(many: Path, tmp_path: Path) -> None:
-    arguments = command(many, tmp_path / "out", "--jobs", 2, "--codec", "h264", "--size", "64x80")
+def test_random_kills_of_workers_and_command_change_nothing(many: Path, encoded: dict[str, bytes], tmp_path: Path) -> None:
+    arguments = command(many, tmp_path / "out", "--jobs", 2, *ENCODED)
     assert run_with_kills(arguments, 0, lambda process: process.children(recursive=True))  # of a pool, and their ffmpeg
-    prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(tmp_path / "out") == encoded
 
 
 @pytest.mark.slow
-def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_ray_and_the_command_may_die(
+    many: Path, encoded: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     # Ray's default is 15, with which its workers get next to no time beside other tests.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     pytest.importorskip("ray")
-    prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
     done = 0
     while done < KILLS:
         out = tmp_path / f"out-{done}"
@@ -127,24 +137,26 @@ def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monk
             named = [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
             return [child for child in named if "Agent" not in child.name()] if plan.exists() else []
 
-        arguments = command(many, out, "--executor", "ray", "--jobs", 2, "--codec", "h264", "--size", "64x80")
+        arguments = command(many, out, "--executor", "ray", "--jobs", 2, *ENCODED)
         before, done = done, run_with_kills(arguments, done, workers)
         assert done > before
-        assert tree(out) == tree(tmp_path / "whole")
+        assert tree(out) == encoded
 
 
 @pytest.mark.slow
-def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks of the job that dies get a job each."""
     from submitit.slurm.slurm import SlurmJob
 
     monkeypatch.setattr(SlurmJob.watcher, "_delay_s", 1)
     programs = write_slurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     (tmp_path / "slurm/kill").touch()  # the first job dies
-    options = ["--executor", "slurm", "--files-per-job", "8", "--slurm-partition", "cpu", "--slurm-time", "60"]
+    prepared(many, tmp_path / "whole", file_mb=LARGER_MB)
+    options = ["--executor", "slurm", "--files-per-job", "2", "--slurm-partition", "cpu", "--slurm-time", "60"]
     options += ["--slurm-folder", str(tmp_path / "jobs")]
-    assert main(["prepare", str(many), str(tmp_path / "out"), "--file-mb", str(FILE_MB), *options]) == 0
-    assert tree(tmp_path / "out") == whole
+    assert main(["prepare", str(many), str(tmp_path / "out"), "--file-mb", str(LARGER_MB), *options]) == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     submitted = (tmp_path / "slurm/submitted").read_text()
     for said in ("--array=0-", "--partition=cpu", "--time=60"):
         assert said in submitted

@@ -197,9 +197,10 @@ def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path)
 
 @pytest.mark.slow
 def test_every_frame_of_a_recording(g1: Path, g1_v21: Path, tmp_path: Path) -> None:
-    assert_same(Dataset(g1_v21, episodes=[1, 4]), Dataset(g1, episodes=[1, 4]), batch_size=32)
+    """Of two episodes, neither of which is the first one of its files of v3.0."""
+    assert_same(Dataset(g1_v21, episodes=[1]), Dataset(g1, episodes=[1]), batch_size=32)
     converted = convert(g1_v21, tmp_path / "out")
-    assert_same(Dataset(converted, episodes=[0, 5]), Dataset(g1_v21, episodes=[0, 5]), batch_size=32)
+    assert_same(Dataset(converted, episodes=[2]), Dataset(g1_v21, episodes=[2]), batch_size=32)
 
 
 def test_a_recording_has_the_fingerprint_of_its_conversion(g1_v21: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import signal
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from typing import Any
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.system.torchcodec_import import compile_nothing
+from dali_stream.tools.task_process import begin, call_each
 
 Json = dict[str, Any]
 Call = Callable[[Json], Json]
@@ -101,21 +101,7 @@ def _run_in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:
 
 def _pool() -> ProcessPoolExecutor:
     """Return a pool of one process. It is spawned, since the threads of obstore and torch do not survive a fork."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
-
-
-def _begin(parent: int) -> None:
-    """Prepare a process. It ends with its parent, ignores Ctrl-C, and uses one thread."""
-    import ctypes
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent ended before prctl
-        os._exit(1)
-    compile_nothing()
-    import torch
-
-    torch.set_num_threads(1)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin, initargs=(os.getpid(),))
 
 
 def on_slurm(
@@ -148,7 +134,7 @@ def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int)
             parts = [waiting.popleft() for _ in range(min(len(waiting), _MOST_JOBS - len(running)))]
             if parts:
                 try:
-                    jobs = cluster.map_array(functools.partial(_call_each, call), parts)
+                    jobs = cluster.map_array(functools.partial(call_each, pickle.dumps(call)), parts)
                 except Exception as error:  # sbatch is missing, or rejects the jobs
                     raise DaliStreamError(f"SLURM does not accept the jobs: {' '.join(str(error).split())[:300]}") from error
                 running += zip(jobs, parts, strict=True)
@@ -168,10 +154,6 @@ def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int)
     return lost
 
 
-def _call_each(call: Call, tasks: Sequence[Json]) -> list[Json]:
-    return [call(task) for task in tasks]
-
-
 def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: int = 1000) -> Iterator[Json | None]:
     """Run tasks on a Ray cluster. Ray repeats a task up to three times if its worker or node dies.
 
@@ -185,20 +167,21 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
     is_own = not ray.is_initialized()
     if is_own:
         ray.init(address, log_to_driver=False, include_dashboard=False if address is None else None)
-    remote: Any = ray.remote(num_cpus=1, max_retries=3)(lambda task: call(task))
+    remote: Any = ray.remote(num_cpus=1, max_retries=3)(call_each)
+    pickled = pickle.dumps(call)
     waiting, running = deque(tasks), dict[Any, Json]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 task = waiting.popleft()
-                running[remote.remote(task)] = task
+                running[remote.remote(pickled, [task])] = task
             ended = ray.wait(list(running), timeout=_TICK_S)[0]
             if not ended:
                 yield None
             for reference in ended:
                 task = running.pop(reference)
                 try:
-                    result = ray.get(reference)
+                    [result] = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     result = _failed(task, error)
                 yield result
