@@ -32,7 +32,7 @@ def call_each(call: bytes, tasks: Sequence[Any]) -> list[Any]:
     """Call a function with each task, in a process that compiles nothing. Return the results.
 
     Args:
-        call: Pickled function, whose module may import torchcodec.
+        call: Function pickled by cloudpickle. Its module may import torchcodec.
         tasks: Its arguments.
     """
     compile_nothing()

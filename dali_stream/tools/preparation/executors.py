@@ -11,7 +11,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -127,6 +126,8 @@ def on_slurm(
 
 
 def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int) -> _Attempt:
+    import cloudpickle  # submitit depends on it
+
     waiting, lost = deque(tasks[at : at + per_job] for at in range(0, len(tasks), per_job)), list[tuple[Json, BaseException]]()
     running: list[tuple[Any, Sequence[Json]]] = []
     try:
@@ -134,7 +135,7 @@ def _run_on_slurm(cluster: Any, call: Call, tasks: Sequence[Json], per_job: int)
             parts = [waiting.popleft() for _ in range(min(len(waiting), _MOST_JOBS - len(running)))]
             if parts:
                 try:
-                    jobs = cluster.map_array(functools.partial(call_each, pickle.dumps(call)), parts)
+                    jobs = cluster.map_array(functools.partial(call_each, cloudpickle.dumps(call)), parts)
                 except Exception as error:  # sbatch is missing, or rejects the jobs
                     raise DaliStreamError(f"SLURM does not accept the jobs: {' '.join(str(error).split())[:300]}") from error
                 running += zip(jobs, parts, strict=True)
@@ -168,7 +169,7 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
     if is_own:
         ray.init(address, log_to_driver=False, include_dashboard=False if address is None else None)
     remote: Any = ray.remote(num_cpus=1, max_retries=3)(call_each)
-    pickled = pickle.dumps(call)
+    pickled = ray.cloudpickle.dumps(call)
     waiting, running = deque(tasks), dict[Any, Json]()
     try:
         while waiting or running:
