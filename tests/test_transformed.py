@@ -546,9 +546,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(small: Path, tmp_path: Path) -> None:
-    """24 MB, which all frames together exceed. With a larger limit, the error names a way on."""
+    """20 MB, which all frames together exceed. With a larger limit, the error names a way on."""
     (program := tmp_path / "program.py").write_text(CACHED)
-    mounted = 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$@"'
+    mounted = 'mount -t tmpfs -o size=20m tmpfs /dev/shm && exec "$@"'
     if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("mounting a small /dev/shm needs root")
     there = {"frame_cache": "/dev/shm/frames"}
@@ -558,7 +558,7 @@ def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(smal
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     expected, *found, error = map(json.loads, done.stdout.splitlines())
-    assert Dataset(small).num_frames * 2 * 128 * 160 * 3 > 24 * 2**20
+    assert Dataset(small).num_frames * 2 * 128 * 160 * 3 > 20 * 2**20
     assert len(expected) == 2 * (Dataset(small).num_frames // 4)
     assert found == [expected] * 3
     assert "/dev/shm must have" in error
