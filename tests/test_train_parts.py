@@ -28,7 +28,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from filelock import FileLock
-from support import forked
 from support.datasets import SIDE
 from support.train import ENVIRONMENT, ROOT, SMALL, command, journal, losses, saved, train_here
 
@@ -343,15 +342,15 @@ def test_episodes_and_validation_go_together(opened: Any, demo: Path, tmp_path: 
 @pytest.mark.slow
 def test_processes_without_the_checkpoint_of_the_first_one_are_refused(demo: Path, one_step: Path, tmp_path: Path) -> None:
     """As on two nodes whose --out is not shared."""
-    (tmp_path / "program.py").write_text(
-        "import os, train\n"
-        "def main(arguments):\n"
-        f"    folders = [{str(one_step)!r}, {str(tmp_path / 'empty')!r}]\n"
-        "    train.main([*arguments, '--out', folders[int(os.environ['RANK'])]])\n"
+    (program := tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'pipelines')!r})\n"
+        "import train\n"
+        f"train.main([*sys.argv[1:], '--out', [{str(one_step)!r}, {str(tmp_path / 'empty')!r}][int(os.environ['RANK'])]])\n"
     )
-    line = forked.command(2, "program", demo, *SMALL, "--resume", "--max-steps", 3)
-    environment = forked.environment(tmp_path, ROOT / "pipelines")
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=400)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program, demo, *SMALL]
+    line = [*map(str, [*command, "--resume", "--max-steps", 3])]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert f"--out must be the same folder for all processes, got {tmp_path / 'empty'}" in done.stderr
 
