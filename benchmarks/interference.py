@@ -55,6 +55,7 @@ from dali_stream.tools.bench.measure import endless, take, windows
 RECORDING = Path(__file__).parents[2] / "shared/data/g1"
 MEMORY, WORKERS = "batch in memory", "DataLoader"
 LOADERS = {"in process": True, "own process": False}  # {side: argument in_process}
+MODES = ("single", "sarm")  # frames of a sample when the Loaders decode
 LATER = 3  # epochs after the first one that are timed
 
 
@@ -81,7 +82,7 @@ def main() -> int:
         demo = write_demo(Path(folder) / "demo", episodes=arguments.episodes, size=SIZE)
         decoded = dali_stream.Dataset(arguments.uri or demo)
         rows.add(memory_of_the_process(decoded), "memory")
-        for mode in ("single", "sarm"):
+        for mode in MODES:
             rows.add(compare_rates(decoded, mode, arguments.rounds), "rates")
         torch.set_num_threads(1)  # the training thread has one core
         dataset = SleepingDataset(demo, arguments.decode_ms / 1e3, dali_stream.Dataset(demo).cameras[:1])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import PartialState
+from support import forked
 from support.datasets import TOP
 from support.servers import Server
 from support.slow import slow_after
@@ -290,14 +289,11 @@ def test_a_node_reads_a_remote_dataset_once_per_epoch(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_ranks_are_measured_together(demo: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += ["-m", "dali_stream", "bench", str(demo), *SHORT, "--out-dir", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+def test_ranks_are_measured_together(small: Path, tmp_path: Path) -> None:
+    command = forked.command(2, "dali_stream.cli", "bench", small, *SHORT, "--out-dir", tmp_path)
+    done = subprocess.run(command, env=forked.environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "local-single-auto.json").read_text())
     assert (found["nodes"], found["ranks"], found["samples"]) == (1, 2, 2 * 48)
     assert found["samples_per_s"] == pytest.approx(found["samples"] / found["wallclock_s"])
-    assert Dataset(demo).num_frames > found["samples"]
+    assert Dataset(small).num_frames > found["samples"]

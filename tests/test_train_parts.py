@@ -18,6 +18,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.datasets import SIDE
-from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, saved, train_here
+from support.train import ENVIRONMENT, ROOT, SMALL, command, journal, losses, saved, train_here
 
 from dali_stream import Dataset, Loader, Mixture
 
@@ -144,35 +145,42 @@ def test_what_a_dataset_of_a_mixture_lacks_is_neither_seen_nor_learned(parts: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [2**20, 4 * 2**20])
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(demo: Path, tmp_path: Path, limit: int) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(
+    program: Any, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The model, or else the optimizer, is larger than a file may be. The checkpoint before remains, and the run continues."""
     options, out = ["--max-steps", 5, "--save-every", 2], tmp_path / "run"
-    train_here(demo, tmp_path / "whole", *options)
+    run(program, demo, tmp_path / "whole", *options)
     with cut_after(2):
-        train_here(demo, out, *options)
-    done = subprocess.run(
-        command(demo, out, *options, "--resume"),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    *_, before, last = done.stderr.splitlines()
-    assert (done.returncode, before.split(",")[0]) == (1, "step 4 of 5"), done.stderr
+        run(program, demo, out, *options)
     folder = out / "checkpoints"
-    said = f"train.py: {folder}/step_00000004 could not be written, and step_00000002 is unchanged. Is the disk full?"
-    assert last.startswith(said)
-    assert os.listdir(folder) == ["step_00000002"]
-    train_here(demo, out, *options, "--resume")
+    for limit in (2**20, 4 * 2**20):
+        capsys.readouterr()
+        with largest_file(limit), pytest.raises(SystemExit) as ended:
+            run(program, demo, out, *options, "--resume")
+        said = f"train.py: {folder}/step_00000004 could not be written, and step_00000002 is unchanged. Is the disk full?"
+        assert str(ended.value.code).startswith(said)  # Python prints it and exits with 1
+        assert capsys.readouterr().err.splitlines()[-1].split(",")[0] == "step 4 of 5"
+        assert os.listdir(folder) == ["step_00000002"]
+    run(program, demo, out, *options, "--resume")
     assert losses(out) == losses(tmp_path / "whole")
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limit the bytes of a file that this process writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
 def cut_after(step: int) -> Iterator[None]:
     """Let SIGTERM end a run in this process after a step."""
-    with in_this_process(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         run_class = importlib.import_module("train").Run
         descend = run_class._descend
 
@@ -231,20 +239,27 @@ def test_the_first_line_comes_before_torch_is_imported(demo: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_the_progress(demo: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_the_progress(program: Any, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all steps, the time left and the rate."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    with subprocess.Popen(command(demo, tmp_path / "run", "--max-steps", 3), env=ENVIRONMENT, stderr=writer) as process:
-        os.close(writer)
-        shown = b""
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while more := os.read(reader, 1000):
-                shown += more
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_to_the_end, reader)
+        with os.fdopen(writer, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            run(program, demo, tmp_path / "run", "--max-steps", 3)
+        shown = reading.result()
     os.close(reader)
-    assert process.returncode == 0, shown
     assert re.search(r"3/3 \[\d\d:\d\d<\d\d:\d\d, .*(step/s|s/step)\]", shown.decode()), shown
     assert b"step 3 of 3" in shown
+
+
+def read_to_the_end(terminal: int) -> bytes:
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while more := os.read(terminal, 1000):
+            shown += more
+    return shown
 
 
 STUB = """

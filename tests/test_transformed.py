@@ -483,24 +483,24 @@ for number, batch in enumerate(batches):
 
 
 @pytest.mark.slow
-def test_a_program_without_main_guard_is_told_so(demo: Path, tmp_path: Path) -> None:
+def test_a_program_without_main_guard_is_told_so(small: Path, tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, program, demo], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, program, small], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert 'must start under `if __name__ == "__main__":`' in done.stderr
 
 
-def start_guarded(demo: Path, folder: Path, end: str) -> subprocess.Popen[str]:
+def start_guarded(small: Path, folder: Path, end: str) -> subprocess.Popen[str]:
     """Start the program with a main guard. It ends with the line `end`."""
     head, body = PROGRAM.split("loader = ", 1)
     body = "\n".join(f"    {line}" for line in f"loader = {body}{end}".splitlines())
     (program := folder / "program.py").write_text(f'{head}\nif __name__ == "__main__":\n{body}\n')
-    return subprocess.Popen([sys.executable, program, demo], stdin=-1, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen([sys.executable, program, small], stdin=-1, stdout=-1, stderr=-1, text=True)
 
 
 @pytest.mark.slow
-def test_control_c_ends_program_and_workers(demo: Path, tmp_path: Path) -> None:
-    with start_guarded(demo, tmp_path, "input()") as process:
+def test_control_c_ends_program_and_workers(small: Path, tmp_path: Path) -> None:
+    with start_guarded(small, tmp_path, "input()") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGINT)
@@ -510,8 +510,8 @@ def test_control_c_ends_program_and_workers(demo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_idle_workers_end_with_a_killed_program(demo: Path, tmp_path: Path) -> None:
-    with start_guarded(demo, tmp_path, "input('all')") as process:
+def test_idle_workers_end_with_a_killed_program(small: Path, tmp_path: Path) -> None:
+    with start_guarded(small, tmp_path, "input('all')") as process:
         assert process.stdout is not None
         while process.stdout.read(1) != "a":
             pass
@@ -528,7 +528,7 @@ def doubled(frames):
     return frames * 2
 
 def epochs(**arguments):
-    loader = Loader(sys.argv[1], batch_size=8, image_size=(128, 160), device="cpu", num_threads=1, **arguments)
+    loader = Loader(sys.argv[1], batch_size=4, image_size=(128, 160), device="cpu", num_threads=1, **arguments)
     with Transformed(loader, doubled, keys=loader.dataset.cameras, num_workers=1) as batches:
         for _ in range(2):
             for batch in batches:
@@ -545,20 +545,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(demo: Path, tmp_path: Path) -> None:
-    """64 MB, as in a container. All frames take 64 MB. With a larger limit, the error names a way on."""
+def test_a_frame_cache_leaves_room_for_the_workers_in_a_small_shared_memory(small: Path, tmp_path: Path) -> None:
+    """20 MB, which all frames together exceed. With a larger limit, the error names a way on."""
     (program := tmp_path / "program.py").write_text(CACHED)
-    mounted = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    mounted = 'mount -t tmpfs -o size=20m tmpfs /dev/shm && exec "$@"'
     if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("mounting a small /dev/shm needs root")
     there = {"frame_cache": "/dev/shm/frames"}
-    ways = [{"frame_cache": str(tmp_path / "frames")}, there | {"frame_cache_bytes": "16MiB"}]
+    ways = [{"frame_cache": str(tmp_path / "frames")}, there | {"frame_cache_bytes": "6MiB"}]
     runs = json.dumps([{}, there, *ways, there | {"frame_cache_bytes": "1GiB"}])
-    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, program, demo, runs]
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, program, small, runs]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     expected, *found, error = map(json.loads, done.stdout.splitlines())
-    assert len(expected) == 2 * (Dataset(demo).num_frames // 8)
+    assert Dataset(small).num_frames * 2 * 128 * 160 * 3 > 20 * 2**20
+    assert len(expected) == 2 * (Dataset(small).num_frames // 4)
     assert found == [expected] * 3
     assert "/dev/shm must have" in error
     assert "move a frame_cache from it to a disk or limit it with frame_cache_bytes" in error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import itertools
 import json
-import os
 import shutil
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from dali_stream.system.gpu import gpu_index
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "benchmarks/peer_programs"
-SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
+SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "1", "--warmup", "1", "--check", "3", "--device", "cpu"]
 
 # Replaces the Python of an environment with LeRobot. Instead of the requested program, it runs the plain loop with another
 # order, which delivers the previous frame. For lerobot_stream.py, it fails at once.
@@ -52,12 +54,17 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     fake = folder / "python"
     fake.write_text(FAKE.format(python=sys.executable, programs=str(PROGRAMS)))
     fake.chmod(0o755)
-    command = [sys.executable, "benchmarks/peers.py", str(small), *SHORT, "--image-size", "96", "128"]
-    command += ["--workers", "0", "--lerobot-python", str(fake), "--json", "--out", str(folder / "report.json")]
-    command += ["--only", "torchcodec", "lerobot, 0 workers", "lerobot-streaming"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr  # the others' faults are theirs
-    *table, result = done.stdout.splitlines()
+    # Without a seed, this loader would have the order of the seed 0.
+    line = ["peers.py", str(small), *SHORT, "--image-size", "96", "128", "--seed", "1"]
+    line += ["--workers", "0", "--lerobot-python", str(fake), "--json", "--out", str(folder / "report.json")]
+    line += ["--only", "torchcodec", "lerobot, 0 workers", "lerobot-streaming"]
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setattr(sys, "argv", line)
+        assert importlib.import_module("peers").main() == 0  # the others' faults are theirs
+    *table, result = printed.getvalue().splitlines()
     return {side["name"]: side for side in json.loads(result)["peers"]}, "\n".join(table), folder
 
 
@@ -79,21 +86,21 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
         assert side["error"] is None
         assert side["frames"] == {
             "equal": True,
-            "samples": 2 * 8 * batches,
-            "pictures": 2 * 3 * 2 * 3,  # of both cameras, in each of the three parts of both turns
+            "samples": 8 * batches,
+            "pictures": 3 * 2 * 3,  # of both cameras, in each of the three parts
             "worst_difference": pytest.approx(0, abs=0.01),
             "differences": [],
         }
-        assert len(side["rounds"]) == len(side["first_batch_rounds"]) == 2
-        assert min(side["rounds"]) <= side["frames_per_s"] <= max(side["rounds"])
-        assert min(side["first_batch_rounds"]) > 0
+        assert side["rounds"] == [side["frames_per_s"]]
+        assert side["first_batch_rounds"] == [side["first_batch_s"]]
+        assert min(side["frames_per_s"], side["first_batch_s"]) > 0
         assert side["peak_bytes"] > 50e6
         assert side["versions"]["torchcodec"]
         assert f"\n{name} " in table
     own, loop = sides["dali_stream"], sides["torchcodec"]
     assert (own["speedup"], own["second_epoch_speedup"], loop["second_epoch_rounds"]) == (None, None, [])
-    for key, rounds in (("speedup", "rounds"), ("second_epoch_speedup", "second_epoch_rounds")):
-        assert loop[key] == pytest.approx(sum(a / b for a, b in zip(own[rounds], loop["rounds"], strict=True)) / 2)
+    for key, rate in (("speedup", "frames_per_s"), ("second_epoch_speedup", "second_epoch_frames_per_s")):
+        assert loop[key] == pytest.approx(own[rate] / loop["frames_per_s"])
     assert str(folder) not in report
     assert sys.prefix not in report
 
@@ -131,30 +138,44 @@ def test_nothing_is_left_behind(run: Any) -> None:
         assert not any(str(folder) in argument for argument in other.info["cmdline"] or []), other
 
 
+# Takes the place of this loader. Its rows come in the reverse of the recorded order, and it has no frames.
+REVERSED = """
+import json, sys
+from pathlib import Path
+import numpy as np
+
+spec = json.loads(Path(sys.argv[1]).read_text())
+count = sum(spec["takes"]) * spec["batch_size"]
+with np.load(spec["order"]) as file:
+    rows = {key: file[key][:count][::-1] for key in ("index", "episode_index", "frame_index")}
+pictures = {f"pictures_{n}": np.zeros(0) for n in range(len(spec["cameras"]))}
+np.savez(spec["results"], checked=np.zeros(0), **rows, **pictures)
+Path(spec["answer"]).write_text(json.dumps({"versions": {}, "seconds": [1] * len(spec["takes"])}))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ('"seed", ', "NO: sample 0: expected (index, episode, frame)"),  # its own order, and not the recorded one
-        ("from serve import Batch, Spec, serve", "failed: NameError: name 'serve' is not defined"),
+        (REVERSED, "NO: sample 0: expected (index, episode, frame)"),
+        ("serve()", "failed: NameError: name 'serve' is not defined"),
     ],
 )
 def test_what_is_wrong_with_this_loader_is_the_exit_code(
     peers: Any,
-    demo: Path,
+    small: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     own: str,
     said: str,
 ) -> None:
-    """With a part of its program left out."""
-    for path in PROGRAMS.glob("*.py"):
-        (tmp_path / path.name).write_text(path.read_text().replace(own, "") if path.name == "ours.py" else path.read_text())
+    """Another program runs in its place."""
+    (tmp_path / "ours.py").write_text(own)
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
-    arguments = ["--only", "lerobot,", "--workers", "0", "--lerobot-python", str(tmp_path / "none"), "--seed", "1"]
-    arguments += ["--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["peers.py", str(demo), *SHORT, *arguments])
+    arguments = ["--only", "lerobot,", "--workers", "0", "--lerobot-python", str(tmp_path / "none")]
+    monkeypatch.setattr(sys, "argv", ["peers.py", str(small), *SHORT, *arguments])
     assert peers.main() == 1
     out = capsys.readouterr().out
     assert said in out
@@ -181,7 +202,8 @@ def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> Non
     assert side.report(side)["frames_per_s"] is None
 
 
-# Records its process id, and whether a process that recorded its own before is still running. Each take lasts 2 s, it says.
+# Records its process id, and whether a process that recorded its own before is still running. It says that each take lasts as
+# many seconds as processes have recorded themselves.
 ALONE = """
 import json, os, sys
 from pathlib import Path
@@ -190,15 +212,16 @@ before = noted.read_text().split() if noted.exists() else []
 alive = [number for number in before if Path("/proc", number).exists()]
 noted.write_text(" ".join([*before, *(["alive"] if alive else []), str(os.getpid())]))
 spec = json.loads(Path(sys.argv[1]).read_text())
-Path(spec["answer"]).write_text(json.dumps({"versions": {}, "seconds": [2] * len(spec["takes"])}))
+Path(spec["answer"]).write_text(json.dumps({"versions": {}, "seconds": [len(before) + 1] * len(spec["takes"])}))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_every_turn_is_a_new_process_that_runs_alone(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process has nothing of an earlier turn in memory, whatever the loader keeps."""
+    """A new process has nothing of an earlier turn in memory, whatever the loader keeps. The report has all turns."""
     (tmp_path / "alone.py").write_text(ALONE)
-    monkeypatch.setattr(peers.frames, "check", lambda *_: {"equal": True})
+    checks = (check(number) for number in itertools.count())
+    monkeypatch.setattr(peers.frames, "check", lambda *_: next(checks))
     own, other = (peers.Side(name, str(tmp_path / "alone.py"), keeps=name == "own") for name in ("own", "other"))
     recorded, common, _, arguments = small_turn(tmp_path, turn_s=60)
     peers.run([own, other], recorded, common, arguments)
@@ -206,8 +229,27 @@ def test_every_turn_is_a_new_process_that_runs_alone(peers: Any, tmp_path: Path,
     assert len(set(numbers)) == 2 * arguments.rounds
     assert "alive" not in numbers
     # An epoch of 5 batches of 3 frames: the 4 after the first one, and then 2 epochs, which have the 7 batches asked for.
-    assert (own.rounds, own.second_epoch_rounds) == ([4 * 3 / 2] * 3, [10 * 3 / 2] * 3)
-    assert (other.rounds, other.second_epoch_rounds) == ([7 * 3 / 2] * 3, [])
+    # Both sides take turns, of 1, 3 and 5 s and of 2, 4 and 6 s.
+    assert (own.rounds, own.second_epoch_rounds) == ([4 * 3 / s for s in (1, 3, 5)], [10 * 3 / s for s in (1, 3, 5)])
+    assert (other.rounds, other.second_epoch_rounds) == ([7 * 3 / s for s in (2, 4, 6)], [])
+    assert own.report(own)["frames"] == check(0) | {"samples": 2 + 4, "pictures": 4 + 8, "worst_difference": 0.4}
+    report = other.report(own)
+    assert (report["frames_per_s"], report["first_batch_s"]) == (7 * 3 / 4, 4)
+    assert report["speedup"] == pytest.approx(4 / 7 * 4 / 3)  # of the turns of 3 and 4 s, the median
+    assert report["second_epoch_speedup"] == pytest.approx(10 / 7 * 4 / 3)
+    assert report["frames"] == check(5) | {"samples": 1 + 3 + 5, "pictures": 2 + 6 + 10, "worst_difference": 0.5}
+
+
+def check(turn: int) -> dict[str, Any]:
+    """The result of the comparison of a turn's frames. The last of six turns has wrong ones."""
+    wrong = ["sample 7"] if turn == 5 else []
+    return {
+        "equal": not wrong,
+        "samples": turn,
+        "pictures": 2 * turn,
+        "worst_difference": turn / 10,
+        "differences": wrong,
+    }
 
 
 def small_turn(folder: Path, turn_s: float) -> tuple[Any, ...]:

@@ -149,7 +149,7 @@ def runnable() -> list[str]:
 
 @pytest.fixture
 def places(
-    written: Callable[..., Path], demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: Callable[..., Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, str]]:
     """Values of the placeholders. A bucket is a server on loopback."""
     small = written(episodes=2, size=(120, 128), fps=10)  # few frames, since many of the commands encode all of them
@@ -161,7 +161,7 @@ def places(
         yield {
             "path/to/v2.1/dataset": str(old),
             "URI": str(small),
-            "OTHER_URI": str(demo),
+            "OTHER_URI": str(plain),
             "s3://bucket/dataset": server.url,
             "OUT": "out",
             "s3://robots/raw": server.url,
@@ -209,8 +209,9 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
     if "--status" in command:
         assert main(["prepare", places["URI"], "out", "--jobs", "1"]) == 0
     words = [places.get(word, word) for word in shlex.split(command)[1:]]
-    if words[0] == "demo" and "--episodes" not in words:
-        words += ["--episodes", "2"]
+    if words[0] == "demo":  # less than the default
+        for option, value in (("--episodes", "2"), ("--size", "120x128")):
+            words += [] if option in words else [option, value]
     if words[0] == "prepare" and not {"--jobs", "--executor", "--status"} & {*words}:
         words += ["--jobs", "1"]  # the import of torch takes longer than the work of a second process saves
     assert main(words) == 0, capsys.readouterr().err
