@@ -126,7 +126,7 @@ class Run:
         self.policy = Policy(self.train_loader.dataset, arguments.chunk)
         optimizer = torch.optim.AdamW(self.policy.parameters(), weight_decay=WEIGHT_DECAY)
         self.model, self.optimizer = accelerator.prepare(self.policy, optimizer)
-        checkpoint.register(accelerator, self.train_loader)
+        accelerator.register_for_checkpointing(self.train_loader)
         validated = True
         if saved:
             self.step, validated, changes = checkpoint.load(accelerator, saved, arguments)

@@ -8,9 +8,7 @@ import pickle
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
@@ -23,23 +21,6 @@ DAMAGED = (OSError, RuntimeError, EOFError, KeyError, ValueError, TypeError, pic
 def newest(out: Path) -> Path | None:
     """Return the checkpoint of a run, or None if the run has none."""
     return max((out / "checkpoints").glob(STEP), default=None)
-
-
-def register(accelerator: Accelerator, loader: Any) -> None:
-    """Register what a checkpoint holds in addition to the optimizer: the loader, and the model by the names of one process.
-
-    Accelerate itself saves the names of DistributedDataParallel, so a run could not resume on one process.
-    """
-    accelerator.register_for_checkpointing(loader)
-
-    def name_as_one_process(models: list[torch.nn.Module], weights: list[dict[str, Any]], _: str) -> None:
-        weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
-
-    def unwrap(models: list[torch.nn.Module], _: str) -> None:
-        models[:] = [accelerator.unwrap_model(model) for model in models]
-
-    accelerator.register_save_state_pre_hook(name_as_one_process)
-    accelerator.register_load_state_pre_hook(unwrap)
 
 
 def save(accelerator: Accelerator, arguments: Namespace, step: int, validated: bool) -> None:
