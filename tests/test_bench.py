@@ -93,7 +93,6 @@ def test_later_epochs_are_timed_apart_if_all_frames_fit_in_memory(
     epoch = Dataset(small).num_frames // 4
     assert len(seen) == epoch + 2 + 6, "the whole first epoch, and warm-up and timed batches of the second"
     assert (first["samples"], later["samples"], later["frames"]) == (24, 24, 48)
-    assert first["decoded_per_delivered_frame"] > 0
     assert later["decoded_per_delivered_frame"] == 0
     assert later["frames_per_s_node"] == pytest.approx(later["frames"] / later["wallclock_s"])
     assert not re.search("Decoding|GPU|memory_budget", later["bottleneck"]["text"])
