@@ -66,18 +66,12 @@ test: install ## run the tests of the library, without the slow ones
 test-repo: install ## run the tests of documents, Dockerfiles and benchmarks, without the slow ones
 	$(RUN) pytest -q -m 'not slow' tests/repo $(SEVERAL) $(ARGS)
 
-# The files with tests that run alone. pytest would import all others as well.
-ALONE := $(shell grep -l 'mark[.]alone' tests/test_*.py)
-
 test-slow: install ## run the slow tests, and the property tests with all of their examples
-test-slow: ONLY := (slow or hypothesis) and
+test-slow: ONLY := slow or hypothesis
 test-all: install ## run the tests of test, test-repo and test-slow in one run
 
-# pytest exits 5 where no test is selected: nothing failed.
 test-slow test-all:
-	@ALL_EXAMPLES=1 $(RUN) pytest -q -m '$(ONLY) not alone' $(SEVERAL) $(ARGS); several=$$?; \
-	$(RUN) pytest -q -m 'slow and alone' $(ALONE) $(ARGS); alone=$$?; \
-	for code in $$several $$alone; do test $$code -eq 0 -o $$code -eq 5 || exit 1; done
+	ALL_EXAMPLES=1 $(RUN) pytest -q -m '$(ONLY)' $(SEVERAL) $(ARGS)
 
 # In an environment that is there: a GPU machine may reach no package index.
 test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so

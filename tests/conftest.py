@@ -41,6 +41,9 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
 FIRST = (
+    "ray",  # waits for most of its time
+    "drill",
+    "prepare_faults",
     "programs",
     "process_ends",
     "decode_processes",
@@ -48,7 +51,6 @@ FIRST = (
     "hostile",
     "process_start",
     "elastic",
-    "prepare_faults",
     "examples",
     "recommended",
     "prepare_encoding",
@@ -73,8 +75,8 @@ FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of cores plus one, since many tests wait for servers and for programs that they start."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return the number of cores plus two, since many tests wait for servers and for programs that they start."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
