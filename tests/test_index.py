@@ -20,6 +20,7 @@ from support.servers import Request, Server
 import dali_stream
 from dali_stream import Dataset, Loader, StorageError
 from dali_stream.cli import main
+from dali_stream.tools.work import in_threads
 
 HANG = 120  # seconds; only a hang takes so long
 
@@ -161,6 +162,40 @@ def test_ctrl_c_ends_it_while_the_server_says_nothing(server: Server, demo_copy:
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=40)  # a read gives up by itself after 60 s
     assert (running.returncode, said) == (130, "dali-stream: interrupted\n")
+
+
+class Reads:
+    """Reads that end when they are interrupted. Those that begin afterwards wait for the next interruption."""
+
+    def __init__(self) -> None:
+        self._interrupted, self._stop = threading.Event(), threading.Event()
+
+    def read(self) -> None:
+        self._interrupted.wait()
+        self._stop.wait()
+
+    def interrupt(self) -> None:
+        before, self._stop = self._stop, threading.Event()
+        self._interrupted.set()
+        before.set()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_ctrl_c_while_a_thread_starts_leaves_no_thread(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Thread.start` waits until the thread runs. If that is interrupted, the thread runs all the same."""
+    start, reads, started = threading.Thread.start, Reads(), list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == number + 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(in_threads({str(job): reads.read for job in range(9)}, 4, reads.interrupt))
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_a_server_that_is_gone_ends_it(server: Server, demo_copy: Path, tmp_path: Path) -> None:

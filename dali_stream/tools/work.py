@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, as_completed
 from typing import TypeVar
 
 import numpy as np
+
+from dali_stream.system.workers import Workers
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -53,17 +56,21 @@ def in_threads(
         threads: Maximum number of concurrent jobs.
         interrupt: Function that aborts the reads of running jobs. It may be called several times.
     """
-    with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream index") as pool:
+    # The standard library's pool does not know of a thread whose start was interrupted by Ctrl-C, and would not wait for it.
+    pool = Workers("dali_stream index", threads)
+    try:
         names: dict[Future[R], str] = {}
-        try:
-            for name, job in jobs.items():
-                names[pool.submit(job)] = name
-            for future in as_completed(names):
-                yield names[future], future
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            begun = [future for future in names if not future.cancelled()]  # `wait` never returns for the others
-            interrupt()
-            while wait(begun, timeout=0.5).not_done:
-                interrupt()  # again, since a job that was between two reads has started another one
-            raise
+        for name, job in jobs.items():
+            names[pool.submit(job)] = name
+        for future in as_completed(names):
+            yield names[future], future
+    except BaseException:
+        pool.stop()
+        ended = threading.Thread(target=pool.join, name="dali_stream end of index", daemon=True)
+        ended.start()
+        while ended.is_alive():
+            interrupt()  # more than once, since a job that was between two reads has started another one
+            ended.join(0.5)
+        raise
+    pool.stop()
+    pool.join()
