@@ -75,8 +75,8 @@ FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of cores plus two, since many tests wait for servers and for programs that they start."""
-    return len(os.sched_getaffinity(0)) + 2
+    """Return the number of cores plus one, since many tests wait for servers and for programs that they start."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

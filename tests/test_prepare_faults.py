@@ -92,7 +92,7 @@ def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Pr
             with subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT) as process:
                 while process.poll() is None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(rng.uniform(1.0, 4.0) if done < KILLS else HANGS_S)
+                        process.wait(rng.uniform(0.5, 2.5) if done < KILLS else HANGS_S)
                         break
                     running = psutil.Process(process.pid)
                     if time.monotonic() - since > HANGS_S:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,15 +16,6 @@ import pytest
 from dali_stream.decode import process_main, processes
 from dali_stream.system.child_process import Connection
 from support.own_process import SAFETY_S
-
-
-class _NoThread:
-    """Stand-in for a thread of a decode process, when no other process will start."""
-
-    is_running = False
-
-    def close(self) -> None:
-        """Do nothing, since there is no connection."""
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -34,15 +28,17 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def waiting(self: processes.DecodeProcesses, *arguments: Any) -> Iterator[Any]:
         if not self._attending:
             self._start()
-        if self not in without_process:
-            self._unused.put(self._unused.get(timeout=SAFETY_S))
+        until = time.monotonic() + SAFETY_S
+        while self not in without_process:
+            with contextlib.suppress(queue.Empty):
+                self._unused.put(self._unused.get(timeout=0.1))
+                break
+            assert time.monotonic() < until
         yield from decode(self, *arguments)
 
     def attending(self: processes.DecodeProcesses, count: int) -> None:
         attend(self, count)
         without_process.append(self)
-        for _ in range(count):  # for decode threads that wait already
-            self._unused.put(_NoThread())  # type: ignore[arg-type]
 
     def counted(*arguments: Any) -> Iterator[Any]:
         for part in decode_remotely(*arguments):
