@@ -339,7 +339,7 @@ def wait_until_they_decode() -> None:
 class Killer:
     """Thread that kills decode processes at random moments, in turn before they have begun to decode and within a clip.
 
-    A process that is to be killed within a clip is suspended first, so that it completes none.
+    It suspends a process before it kills it within a clip, so that the process completes none.
 
     Attributes:
         killed: Numbers of the processes that it has killed.

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import own_process
 from support.batches import check_identities, equal
 from support.datasets import SIDE, TOP, copied, damage_middle, read_lengths
 from support.faults import hanging, status
@@ -38,7 +39,7 @@ HERE: dict[str, Any] = OWN | {"in_process": True}
 
 def children() -> list[psutil.Process]:
     """Processes of Loaders that this process has started."""
-    return [child for child in psutil.Process().children() if "producer_main" in " ".join(child.cmdline())]
+    return own_process.children("producer_main")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def test_batches_are_the_same(small: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_run_goes_from_one_way_to_the_other(small: Path) -> None:
-    """From this process to another one, which goes on to the second epoch, and back."""
+    """From this process to another one, which continues in the second epoch, and back."""
     with Loader(small, batch_size=8, **HERE) as here:
         expected = [batch for _ in range(2) for batch in here]
     found, state = [], None

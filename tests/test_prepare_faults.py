@@ -85,7 +85,7 @@ def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Pr
         How many were killed, with the earlier ones.
     """
     rng = random.Random(0)
-    # What the command says goes to a file: a process of Ray that outlives it would keep a pipe open.
+    # The output of the command goes to a file: a process of Ray that outlives it would keep a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         while True:
             before, since = done, time.monotonic()

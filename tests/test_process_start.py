@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import psutil
 import pytest
 from support.batches import equal
-from support.own_process import SAFETY_S, SAME, run
+from support.own_process import SAFETY_S, SAME, children, run
 
 import dali_stream
 from dali_stream import Dataset, Loader
@@ -121,7 +120,7 @@ print(json.dumps([output for cell in book.cells for output in cell.outputs if ou
 
 @pytest.mark.slow
 def test_under_torchrun_from_a_script_beside_other_modules_of_the_same_names(small: Path, tmp_path: Path) -> None:
-    """The script has no main guard. It goes to another folder, which has such modules too."""
+    """The script has no main guard. It changes to another folder, which has such modules too."""
     script, work = decoys(tmp_path / "scripts") / "script.py", decoys(tmp_path / "work")
     begin = f"import os, sys\nsys.path.remove({str(script.parent)!r})\nos.chdir({str(work)!r})\n"
     script.write_text(f"{begin}{PROGRAM}\nopen(os.environ['RANK'], 'w').write(json.dumps(found))\n")
@@ -152,7 +151,7 @@ def same_here(dataset: Dataset | Path) -> None:
     with Loader(dataset, in_process=False, **options) as loader, Loader(dataset, in_process=True, **options) as expected:
         for batch, other in zip(loader, expected, strict=True):
             assert equal(batch, other)
-            assert not [child for child in psutil.Process().children() if "producer_main" in " ".join(child.cmdline())]
+            assert not children("producer_main")
 
 
 @pytest.mark.slow

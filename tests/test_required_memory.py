@@ -17,6 +17,7 @@ from dali_stream import Dataset, Loader, MemoryBudgetError
 from dali_stream.pipeline.layout import Layout
 from dali_stream.run.required_memory import required_memory
 from dali_stream.system.memory_limit import memory_limit
+from dali_stream.tools.environment import memory_bytes
 
 # ---------------------------------------------------------------------------------------------------------- the estimate
 
@@ -58,11 +59,6 @@ def test_frames_count_at_the_size_to_which_they_are_resized(demo: Path) -> None:
     Loader(dataset, image_size=(1, 1), **arguments).close()
 
 
-def resident() -> int:
-    """Memory of this process in bytes."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS")) << 10
-
-
 def _unchanged(nodes: dict[str, Any]) -> dict[str, Any]:
     return nodes
 
@@ -74,12 +70,12 @@ def required_and_taken(root: Path, arguments: dict[str, Any], has_graph: bool, p
         next(iter(warm))
     with Loader(root, image_size=(256, 320), **options, **arguments) as loader:
         required = sum(required_memory(Layout(loader._config, loader.routes)))
-        before = resident()
+        before = memory_bytes("VmRSS")
         batch = next(batches := iter(loader))
         frames = len(batch["index"]) * loader._config.in_progress * len(loader.dataset.cameras)
         while loader.stats()["decoded_frames"] < frames:  # a training step that lasts until the batches in progress are made
             pass
-        pipe.send((required, resident() - before))
+        pipe.send((required, memory_bytes("VmRSS") - before))
         batches.close()
 
 

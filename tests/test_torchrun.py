@@ -6,24 +6,22 @@ The nodes are two launchers on this machine that meet on 127.0.0.1.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forked
 
 from dali_stream import Dataset
 
 pytestmark = pytest.mark.slow
 BATCH, STEPS = 16, 5  # samples of a global batch, and batches before the checkpoint
 
-# Without a launcher, it forks the ranks itself, so that everything is imported once.
 PROGRAM = f"""
-import json, multiprocessing, os, sys
+import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,10 +29,9 @@ from torch import distributed
 from torch.distributed.checkpoint.stateful import Stateful
 import dali_stream
 
-root, out, steps, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-
-def main(**group):
-    distributed.init_process_group("gloo", **group)
+def main(argv):
+    root, out, steps = argv[0], Path(argv[1]), int(argv[2])
+    distributed.init_process_group("gloo")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     dataset = dali_stream.Dataset(root, cameras=[])
     arguments = {{"batch_size": {BATCH} // ranks, "last_batch": "partial", "device": "cpu", "num_threads": 1}}
@@ -55,25 +52,13 @@ def main(**group):
     distributed.barrier()
     distributed.destroy_process_group()
 
-if "RANK" in os.environ:
-    main()
-else:
-    store = f"file://{{out / 'store'}}"
-    fork = multiprocessing.get_context("fork")
-    processes = [
-        fork.Process(target=main, kwargs={{"init_method": store, "rank": rank, "world_size": ranks}}) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(any(process.exitcode for process in processes))
+if __name__ == "__main__":
+    main(sys.argv[1:])
 """
 
 
-def run(*commands: list[object]) -> None:
+def run(*commands: list[object], environment: dict[str, str]) -> None:
     """Run programs at the same time. Fail if one fails or all take too long."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True) for command in commands
     ]
@@ -107,12 +92,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(program: Path, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint of two nodes with one rank each, after some batches of an epoch."""
     out = tmp_path_factory.mktemp("torchrun")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     node = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--local-addr", "127.0.0.1"]
-    node += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "loopback"]
-    run(*[[*node, program, demo, out, STEPS, 2]] * 2)
+    node += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{forked.free_port()}", "--rdzv-id", "loopback"]
+    run(*[[*node, program, demo, out, STEPS]] * 2, environment=forked.environment())
     return out
 
 
@@ -126,5 +108,5 @@ def test_two_nodes_share_the_batches(saved: Path) -> None:
 def test_a_distributed_checkpoint_resumes_on_more_ranks(saved: Path, program: Path, demo: Path, tmp_path: Path) -> None:
     """Each frame of the epoch comes exactly once, before the checkpoint or after it."""
     shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
-    run([sys.executable, program, demo, tmp_path, 0, 4])
+    run(forked.command(4, program.stem, demo, tmp_path, 0), environment=forked.environment(program.parent))
     assert sorted(samples(found(saved, 2)) + samples(found(tmp_path, 4))) == list(range(Dataset(demo).num_frames))

@@ -238,19 +238,8 @@ def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(checkout: 
                 shutil.rmtree(folder / top)
             if not (folder / top).exists():
                 (folder / top).symlink_to(here[name].locate_file(top))  # type: ignore[arg-type]
-    demo = [
-        venv / "bin/dali-stream",
-        "demo",
-        "--root",
-        "demo",
-        "--episodes",
-        "1",
-        "--size",
-        "120x128",
-        "--codec",
-        "h264",
-        "--json",
-    ]
+    options = ["--root", "demo", "--episodes", "1", "--size", "120x128", "--codec", "h264", "--json"]
+    demo = [venv / "bin/dali-stream", "demo", *options]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr

@@ -139,7 +139,7 @@ def test_the_tests_of_the_newest_versions_exist() -> None:
 
 
 def test_windows_for_clip_are_the_frames_that_they_say(demo: Path) -> None:
-    """The second program of docs/training.md with a graph, without resizing. Its frames are taken back to bytes."""
+    """The second program of docs/training.md with a graph, without resizing. The test converts its frames back to bytes."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/training.md").read_text(), re.MULTILINE | re.DOTALL)
     [program] = [block for block in blocks if "crop_mirror_normalize" in block]
     resized = "    image_size=(224, 224),\n"

@@ -29,6 +29,13 @@ def environment(*folders: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def run_rank(main: Any, rank: int, arguments: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.exit(main(arguments))
@@ -44,10 +51,7 @@ def main() -> int:
     program = importlib.import_module(module)
     for name in ("accelerate", "dali_stream.loader", "torchcodec.decoders"):  # which a program may import later
         importlib.import_module(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run_rank, args=(program.main, rank, arguments)) for rank in range(int(ranks))]
     for process in processes:
