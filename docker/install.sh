@@ -99,6 +99,35 @@ pip_install() {
     "${command[@]}" "$@"
 }
 
+# Prints the addresses in pip's settings as options of uv, which does not read those settings.
+uv_options() {
+    "$venv/bin/python" - <<'PY'
+import ast, subprocess, sys
+options = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
+listed = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True)
+for line in listed.splitlines():
+    key, _, value = line.partition("=")
+    name, words = key.rpartition(".")[2], ast.literal_eval(value).split()
+    if name == "no-index" and words[0] in ("1", "true", "yes", "on"):
+        print("--no-index")
+    for word in words if name in options else ():
+        print(options[name] + "=" + word)
+PY
+}
+
+# Installs what is needed for development: with uv in a tenth of the time that pip takes, or with pip if uv fails.
+develop_install() {
+    local command=("$venv/bin/uv" pip install --python "$venv/bin/python" --system-certs --index-strategy unsafe-best-match)
+    local found options
+    if { [[ -x $venv/bin/uv ]] || pip_install uv -c "$constraints"; } && found=$(uv_options); then
+        read -ra options <<<"${found//$'\n'/ }"
+        [[ -t 1 ]] || command+=(--quiet)
+        "${command[@]}" ${options[@]+"${options[@]}"} "$@" && return
+    fi
+    say "uv failed; installing with pip"
+    pip_install "$@"
+}
+
 # Removes the environment. Fails if the folder is not an environment.
 remove_venv() {
     [[ -e $venv/pyvenv.cfg || -e $state ]] ||
@@ -134,16 +163,16 @@ print(*project["dependencies"], *(each for extra in extras for each in project["
 PY
 }
 
-# torch is installed first, in a separate request, because only such a request also finds a local build (find-links, a CPU
-# index). If TORCH_BUILD is set, the request names the build. Otherwise, pip would install another build if the index did not
-# answer.
+# torch is installed first, in a separate request, because from pip only such a request also finds a local build (find-links, a
+# CPU index). If TORCH_BUILD is set, the request names the build. Otherwise, another build would be installed if the index did
+# not answer. The argument is the function that installs.
 install_torch() {
     local torch
     torch=$(grep -m1 -o '^torch==[^ ;]*' "$constraints")
     if [[ -n $build ]]; then
-        pip_install "$torch+$build" -c "$constraints" --extra-index-url "https://download.pytorch.org/whl/$build"
+        "$1" "$torch+$build" -c "$constraints" --extra-index-url "https://download.pytorch.org/whl/$build"
     else
-        pip_install "$torch" -c "$constraints"
+        "$1" "$torch" -c "$constraints"
     fi
 }
 
@@ -153,7 +182,7 @@ install_dependencies() {
     if [[ -z $build ]]; then
         pip_install --require-hashes -r "$root/locks/$extra.txt" -r "$root/locks/s3.txt"
     else
-        install_torch || return
+        install_torch pip_install || return
         listed=$(list_dependencies) || return
         mapfile -t dependencies <<<"$listed"
         pip_install "${dependencies[@]}" -c "$constraints"
@@ -180,8 +209,8 @@ install_packages() {
     case $mode in
         dependencies) install_dependencies || return ;;
         package) install_dependencies && install_package || return ;;
-        develop) install_torch && pip_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
-        develop-all) install_torch && pip_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
+        develop) install_torch develop_install && develop_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
+        develop-all) install_torch develop_install && develop_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
     esac
     "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }

@@ -73,13 +73,16 @@ def command(source: Path, out: Path, *options: object) -> list[str]:
     return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, *options))]
 
 
-def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Process], list[psutil.Process]]) -> int:
-    """Runs a command until it succeeds. Sends SIGKILL at random times: in turns to one of its workers and to the command.
+def run_with_kills(
+    arguments: list[str], done: int, workers: Callable[[psutil.Process], list[psutil.Process]], within: float
+) -> int:
+    """Runs a command until it succeeds. While it has workers, sends SIGKILL at random times: in turns to one of them and to it.
 
     Args:
         arguments: The command.
         done: Number of earlier kills, of `KILLS` in total.
         workers: Function that returns the workers of the command.
+        within: Longest time in seconds between the moment when there are workers and a kill.
 
     Returns:
         How many were killed, with the earlier ones.
@@ -90,15 +93,14 @@ def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Pr
         while True:
             before, since = done, time.monotonic()
             with subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT) as process:
-                while process.poll() is None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(rng.uniform(0.5, 2.5) if done < KILLS else HANGS_S)
-                        break
-                    running = psutil.Process(process.pid)
+                running = psutil.Process(process.pid)
+                while not ended(process, 0.2 if done < KILLS else HANGS_S):
                     if time.monotonic() - since > HANGS_S:
                         names = [(child.name(), child.status()) for child in running.children(recursive=True)]
                         process.kill()
                         raise AssertionError(f"the command hangs, with the processes {names}: {written(output)}")
+                    if done == KILLS or not workers(running) or ended(process, rng.uniform(0, within)):
+                        continue
                     if found := workers(running):
                         (running if done % 2 else rng.choice(found)).kill()
                         done, since = done + 1, time.monotonic()
@@ -106,6 +108,13 @@ def run_with_kills(arguments: list[str], done: int, workers: Callable[[psutil.Pr
                 return done
             assert done > before, written(output)  # it fails only if something was killed
             assert process.returncode in (1, -signal.SIGKILL), written(output)
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the process ends within a time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
 
 
 def written(output: IO[str]) -> str:
@@ -116,7 +125,8 @@ def written(output: IO[str]) -> str:
 @pytest.mark.slow
 def test_random_kills_of_workers_and_command_change_nothing(many: Path, encoded: dict[str, bytes], tmp_path: Path) -> None:
     arguments = command(many, tmp_path / "out", "--jobs", 2, *ENCODED)
-    assert run_with_kills(arguments, 0, lambda process: process.children(recursive=True))  # of a pool, and their ffmpeg
+    # Those of a pool, and their ffmpeg.
+    assert run_with_kills(arguments, 0, lambda process: process.children(recursive=True), within=2.5)
     assert tree(tmp_path / "out") == encoded
 
 
@@ -138,7 +148,7 @@ def test_workers_of_ray_and_the_command_may_die(
             return [child for child in named if "Agent" not in child.name()] if plan.exists() else []
 
         arguments = command(many, out, "--executor", "ray", "--jobs", 2, *ENCODED)
-        before, done = done, run_with_kills(arguments, done, workers)
+        before, done = done, run_with_kills(arguments, done, workers, within=0.5)
         assert done > before
         assert tree(out) == encoded
 

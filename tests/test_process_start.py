@@ -28,13 +28,14 @@ PACKAGE = Path(dali_stream.__file__).parents[1]  # folder that contains this pac
 PROGRAM = f"""{SAME}
 import itertools, threading
 
-dataset, made, commands = dali_stream.Dataset(sys.argv[-1]), [], []
+dataset, made, commands, decoders = dali_stream.Dataset(sys.argv[-1]), [], [], []
 
 def make():
     loader = dali_stream.Loader(dataset, batch_size=8, **whole)
     batches = iter(loader)
     made.extend((loader, children(), itertools.chain([next(batches)], batches)))
     commands.extend(child.cmdline() for child in psutil.Process().children())
+    decoders.extend(name for name in sys.modules if name.startswith(("torchcodec", "nvidia.dali", "torch._dynamo")))
 
 thread = threading.Thread(target=make)
 thread.start()
@@ -43,6 +44,7 @@ loader, first, batches = made
 with loader, dali_stream.Loader(dataset, batch_size=8, in_process=True, **whole) as in_process:
     found = same(batches, in_process)
 found |= {{"first": sorted(first), "left": sorted(children()), "frames": dataset.num_frames, "commands": commands}}
+found["decoders"] = decoders
 print(json.dumps(found))
 """
 
@@ -53,6 +55,7 @@ def check(found: dict[str, object], err: str = "") -> None:
     assert found["first"] == found["processes"]
     assert len(found["processes"]) == 1  # type: ignore[arg-type]
     assert found["left"] == []
+    assert found["decoders"] == []  # modules of decoders, and torch's compiler, which torchcodec imports: a second, and 74 MB
     assert sorted(found["samples"]) == list(range(found["frames"]))  # type: ignore[call-overload]
 
 

@@ -23,7 +23,7 @@ _EVENTS = (
     *("requests", "retries", "failed_checksums", "substituted", "route_changes"),
     *("evicted_early", "indices_read_again", "frames_evicted_before_use"),
 )
-_MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes", "resident_bytes")
+MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes", "resident_bytes")  # the last is the sum
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -173,7 +173,7 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
         "disk_written_bytes": grown("disk_written_bytes"),
     }
     counts = {name: grown(counter) for name, counter in _TRAFFIC.items()} | {name: grown(name) for name in _EVENTS}
-    return rates | counts | {name: float(now[name]) for name in _MEMORY}
+    return rates | counts | {name: float(now[name]) for name in MEMORY}
 
 
 def _ratio(part: float, whole: float) -> float:

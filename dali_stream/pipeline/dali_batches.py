@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali
 from dali_stream.decode.audit import mismatch
@@ -17,8 +17,10 @@ from dali_stream.pipeline.batch import FinishedBatch, count_delivered
 from dali_stream.pipeline.dali_iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.external_source import ExternalSource
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerProcess
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.producer import Producer
 
 
 class DaliBatches:

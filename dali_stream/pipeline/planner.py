@@ -20,7 +20,7 @@ from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.checks.arguments import budget_text
 from dali_stream.lerobot.rows import RowMemory
-from dali_stream.observe.counters import Counters
+from dali_stream.observe.counters import MEMORY, Counters
 from dali_stream.observe.tracing import begin_batch
 from dali_stream.observe.waiting import take
 from dali_stream.order import Shuffle, has_consumers
@@ -38,7 +38,6 @@ from dali_stream.storage.retry import PER_HOST
 from dali_stream.system.workers import Workers, join_started
 
 _log = logging.getLogger("dali_stream")
-MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "decoded_bytes")  # keys of `Loader.stats`
 # Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of parallel requests
 # limits the rate: with round trips of 50 ms, 32 threads read 64 KiB blocks at 42 MB/s at most, however fast the network is.
 FETCHERS = PER_HOST
@@ -295,7 +294,7 @@ class Planner:
         # These are plain numbers that the planner's thread updates. They are read without a lock, which is exact enough.
         frames = sum(self._schedule.frames[key].cached * self._config.frame_bytes(key) for key in self._in_memory)
         kinds = *self._reading.episodes.bytes_by_kind, self._reading.video.bytes, frames
-        return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
+        return dict(zip(MEMORY, (*kinds, sum(kinds)), strict=True))
 
     def close(self) -> None:
         """Stop the planner and its threads, and wait for them. In a forked process, which has no such threads, do nothing."""

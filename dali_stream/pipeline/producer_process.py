@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from dali_stream.cache.shared_buffers import BorrowedBuffers
-from dali_stream.observe.counters import Counters
+from dali_stream.observe.counters import MEMORY, Counters
 from dali_stream.observe.tracing import add_spans, begin_batch, is_recorded
 from dali_stream.observe.waiting import Board
 from dali_stream.pipeline.batch import FinishedBatch, closed
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.messages import Finished, Request, Start, stores
-from dali_stream.pipeline.planner import MEMORY
 from dali_stream.storage import RemoteStore
 from dali_stream.system.child_process import CannotStart, Child, ChildEnded
 from dali_stream.system.shared_memory import SharedBlock, new_block

@@ -13,20 +13,19 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
-from dali_stream.observe.counters import Counters
+from dali_stream.observe.counters import MEMORY, Counters
 from dali_stream.observe.tracing import batch_number, begin_batch
 from dali_stream.pipeline.aliases import Batch, Graph
 from dali_stream.pipeline.batch import closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.planner import MEMORY
-from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerEnded, ProducerProcess, start_process
 from dali_stream.pipeline.torch_batches import TorchBatches
 from dali_stream.system.child_process import CannotStart, Child
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
+    from dali_stream.pipeline.producer import Producer
 
 _log = logging.getLogger("dali_stream")
 _DEATHS = 3  # processes of a Loader that may end one after the other before this is an error
@@ -218,6 +217,8 @@ class BatchSource:
         child, self._child = self._child, None
         if child is not None:
             return ProducerProcess(child, layout, epoch, position, self._counters)
+        from dali_stream.pipeline.producer import Producer  # imported on use: it decodes, and torchcodec takes a second
+
         buffers = Buffers(layout.channels_first, len(layout.cached), layout.kept_buffers, layout.config.gpu)
         return Producer(layout, epoch, position, self._counters, buffers)
 

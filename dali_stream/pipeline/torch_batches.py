@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dali_stream.observe.counters import Counters
 from dali_stream.pipeline.batch import count_delivered, with_time_axis
 from dali_stream.pipeline.config import Config
-from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerProcess
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.producer import Producer
 
 
 class TorchBatches:
