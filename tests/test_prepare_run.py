@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from support.tools import FAST, SMALL, prepared
 from dali_stream import DaliStreamError, Dataset, DatasetError
 from dali_stream.cli import main
 from dali_stream.tools import prepare
-from dali_stream.tools.preparation.executors import in_processes
+from dali_stream.tools.preparation.executors import Processes
 
 OPTIONS = ["--file-mb", str(SMALL["file_mb"]), "--jobs", "1"]
 
@@ -109,7 +110,9 @@ def test_a_worker_that_dies_or_fails_costs_no_other_file(tmp_path: Path) -> None
     """An error of a worker has its cause. Workers import no compiler, which takes as long as torch itself."""
     does = {"cause": "fails", "once": "ends once", "always": "ends always", "written": "imports"}
     tasks = [{"path": path, "does": what, "mark": str(tmp_path / path)} for path, what in does.items()]
-    results = {result["path"]: result for result in in_processes(pool_tasks.run, tasks, 2) if result is not None}
+    with contextlib.closing(Processes(2)) as processes:
+        results = {result["path"]: result for result in processes.map(pool_tasks.run, tasks) if result is not None}
+        twice = [result for _ in "ab" for result in processes.map(pool_tasks.run, tasks[-1:]) if result is not None]
     assert set(results) == set(does)
     errors = {path: result["error"] for path, result in results.items() if "error" in result}
     assert set(errors) == {"cause", "always"}
@@ -118,6 +121,7 @@ def test_a_worker_that_dies_or_fails_costs_no_other_file(tmp_path: Path) -> None
     modules = set(results["written"]["modules"])
     assert "torchcodec" in modules
     assert "torch._dynamo" not in modules
+    assert twice[0]["process"] == twice[1]["process"]  # processes are kept, since each takes seconds to start
 
 
 # ---- somebody else's folder

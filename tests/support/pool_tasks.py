@@ -15,7 +15,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
     - "ends once", "ends always": It ends its process with SIGKILL, the first time, which leaves a file at `mark`, or each time.
     - "fails": It raises an error with a long text.
-    - "imports": It imports the tasks of `prepare`, and returns the names of all modules of its process.
+    - "imports": It imports the tasks of `prepare`, and returns the number of its process and the names of all of its modules.
     """
     does = task["does"]
     if does == "ends always" or (does == "ends once" and not os.path.exists(task["mark"])):
@@ -25,5 +25,5 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"{'text ' * 200}and the cause")
     if does == "imports":
         importlib.import_module("dali_stream.tools.preparation.task")
-        return {"path": task["path"], "modules": list(sys.modules)}
+        return {"path": task["path"], "process": os.getpid(), "modules": list(sys.modules)}
     return {"path": task["path"]}

@@ -34,17 +34,6 @@ _SAID = 200  # maximum number of characters at both ends of an error's text
 _REPEATS = 2  # number of times that a task is repeated after it has failed
 
 
-def in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> Iterator[Json | None]:
-    """Run tasks in processes of this machine. If a process dies, its task is repeated last, when no other task runs.
-
-    Args:
-        call: Function that takes a task and returns its result.
-        tasks: Tasks to run.
-        jobs: Number of processes.
-    """
-    return _repeated(tasks, lambda part, is_first: _run_in_processes(call, part, jobs if is_first else 1))
-
-
 def _repeated(tasks: Sequence[Json], attempt: Callable[[Sequence[Json], bool], _Attempt]) -> Iterator[Json | None]:
     """Run tasks, and repeat those whose worker died. `attempt` takes tasks, and whether this is their first attempt."""
     lost = yield from attempt(tasks, True)
@@ -63,39 +52,68 @@ def _failed(task: Json, error: BaseException) -> Json:
     return {"path": task["path"], "error": f"its worker died or failed each time ({cause}). Check its memory"}
 
 
-def _run_in_processes(call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:
-    # A pool breaks if a process dies. With a pool per process, the task that was running in it is known.
-    waiting, lost = deque(tasks), list[tuple[Json, BaseException]]()
-    idle = [_pool() for _ in range(min(jobs, len(tasks)))]
-    running: dict[Future[Json], tuple[Json, ProcessPoolExecutor]] = {}
-    try:
-        while waiting or running:
-            while waiting and idle:
-                pool = idle.pop()
-                try:
-                    future = pool.submit(call, waiting[0])
-                except BrokenExecutor:  # the process died while it was idle
-                    idle.append(_pool())
-                    continue
-                running[future] = waiting.popleft(), pool
-            ended = wait(running, _TICK_S, FIRST_COMPLETED).done
-            if not ended:
-                yield None
-            for future in ended:
-                task, pool = running.pop(future)
-                error = future.exception()
-                idle.append(_pool() if isinstance(error, BrokenExecutor) else pool)
-                if error is None:
-                    yield future.result()
-                else:
-                    lost.append((task, error))
-    finally:
-        for pool in [*idle, *(pool for _, pool in running.values())]:
-            processes = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()
-    return lost
+class Processes:
+    """Processes of this machine, as an executor. They are kept between calls, since each takes seconds to start.
+
+    If a process dies, its task is repeated last, when no other task runs.
+
+    Args:
+        jobs: Number of processes.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        # A pool breaks if a process dies. With a pool per process, the task that was running in it is known.
+        self._idle: list[ProcessPoolExecutor] = []
+
+    def map(self, call: Call, tasks: Sequence[Json]) -> Iterator[Json | None]:
+        """Run tasks.
+
+        Args:
+            call: Function that takes a task and returns its result.
+            tasks: Tasks to run.
+        """
+        return _repeated(tasks, lambda part, is_first: self._run(call, part, self._jobs if is_first else 1))
+
+    def _run(self, call: Call, tasks: Sequence[Json], jobs: int) -> _Attempt:
+        waiting, lost = deque(tasks), list[tuple[Json, BaseException]]()
+        running: dict[Future[Json], tuple[Json, ProcessPoolExecutor]] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    pool = self._idle.pop() if self._idle else _pool()
+                    with contextlib.suppress(BrokenExecutor):  # the process died while it was idle
+                        future = pool.submit(call, waiting[0])
+                        running[future] = waiting.popleft(), pool
+                ended = wait(running, _TICK_S, FIRST_COMPLETED).done
+                if not ended:
+                    yield None
+                for future in ended:
+                    task, pool = running.pop(future)
+                    error = future.exception()
+                    if not isinstance(error, BrokenExecutor):
+                        self._idle.append(pool)
+                    if error is None:
+                        yield future.result()
+                    else:
+                        lost.append((task, error))
+        finally:
+            for _, pool in running.values():
+                _kill(pool)
+        return lost
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._idle:
+            _kill(pool)
+        self._idle.clear()
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
 
 
 def _pool() -> ProcessPoolExecutor:
@@ -109,7 +127,7 @@ def on_slurm(
     """Run tasks as jobs of SLURM, which submitit submits in arrays. If a job dies, each of its tasks gets a job of its own.
 
     Args:
-        call, tasks: See `in_processes`.
+        call, tasks: See `Processes.map`.
         folder: Folder for submitit's files, which all nodes share.
         files_per_job: Number of tasks per job. Default: the number that results in at most 1,000 jobs.
         parameters: Arguments of `submitit.SlurmExecutor.update_parameters`, such as `partition`, or `time` in minutes.
@@ -159,7 +177,7 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
     """Run tasks on a Ray cluster. Ray repeats a task up to three times if its worker or node dies.
 
     Args:
-        call, tasks: See `in_processes`.
+        call, tasks: See `Processes.map`.
         address: Address of the cluster, or "auto". Default: None, which starts Ray on this machine.
         jobs: Maximum number of tasks at a time. Default: 1,000.
     """

@@ -152,13 +152,14 @@ def prepare(
         size, codec, gop, crf, encoder, file_mb, rows_per_group, images_to_video, drop_broken
     ).with_preset(for_).checked()  # fmt: skip
     jobs = cores() if jobs is None else positive("jobs", jobs)
+    processes = executors.Processes(jobs)
     if map_tasks is None:
-        map_tasks = map if jobs == 1 else functools.partial(executors.in_processes, jobs=jobs)
+        map_tasks = map if jobs == 1 else processes.map
     source: Json = {"revision": revision, "data_files_root": data_files_root, "storage_options": storage_options}
     selection: Json = {"episodes": episodes, "episode_filter": episode_filter, "cameras": cameras}
     selection |= {"clock": clock, "tolerance_s": tolerance_s}
 
-    with contextlib.closing(Dataset(uri, **source, **selection)) as dataset:
+    with contextlib.closing(Dataset(uri, **source, **selection)) as dataset, contextlib.closing(processes):
         place = open_place(os.fspath(out), out_storage_options)
         _check_outside(dataset, place)
         head = plan.header(dataset, options, cameras is None)
