@@ -117,6 +117,13 @@ def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return process.returncode is not None
 
 
+def name_of(process: psutil.Process) -> str:
+    """Name of a process. It is empty if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
 def written(output: IO[str]) -> str:
     output.seek(0)
     return output.read()
@@ -144,8 +151,8 @@ def test_workers_of_ray_and_the_command_may_die(
 
         def workers(process: psutil.Process, plan: Path = out / "meta/prepare.json") -> list[psutil.Process]:
             """Those of Ray, without the node's agents; none before the plan is stored."""
-            named = [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
-            return [child for child in named if "Agent" not in child.name()] if plan.exists() else []
+            children = process.children(recursive=True) if plan.exists() else []
+            return [child for child in children if (name := name_of(child)).startswith("ray::") and "Agent" not in name]
 
         arguments = command(many, out, "--executor", "ray", "--jobs", 2, *ENCODED)
         before, done = done, run_with_kills(arguments, done, workers, within=0.5)

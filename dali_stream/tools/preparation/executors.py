@@ -183,9 +183,9 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
     """
     import ray
 
-    is_own = not ray.is_initialized()
-    if is_own:
-        ray.init(address, log_to_driver=False, include_dashboard=False if address is None else None)
+    if not ray.is_initialized():
+        # "local" starts Ray also if this machine runs another one. It ends with this process, since a start takes seconds.
+        ray.init(address or "local", log_to_driver=False, include_dashboard=False if address is None else None)
     remote: Any = ray.remote(num_cpus=1, max_retries=3)(call_each)
     pickled = ray.cloudpickle.dumps(call)
     waiting, running = deque(tasks), dict[Any, Json]()
@@ -208,5 +208,3 @@ def on_ray(call: Call, tasks: Sequence[Json], address: str | None = None, jobs: 
         with contextlib.suppress(ray.exceptions.RayError):
             for reference in running:
                 ray.cancel(reference, force=True)
-        if is_own:
-            ray.shutdown()
