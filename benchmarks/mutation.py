@@ -49,9 +49,13 @@ PARTS = {  # name of the part: its modules, and its test files
     ),
     "decode": (
         ["decode"],
-        "turns work images audit timestamps torchcodec_cuda clips routes capability normalize bad_video depth frame_cache",
+        "turns work images audit timestamps torchcodec_cuda clips routes capability normalize bad_video depth frame_cache "
+        "decode_processes",
     ),
-    "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
+    "mp4": (
+        ["mp4"],
+        "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video missing_frames",
+    ),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
 # The libraries that take longest to import. None of them starts a thread on import, which a fork would lose.

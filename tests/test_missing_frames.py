@@ -532,3 +532,4 @@ def test_no_row_gets_the_frame_of_another_row(
             assert len(delivered) == length
         if measures and not in_one_run and parts[episode] == length and parts[-1] == lengths[-1]:
             assert len(delivered) == length
+            assert frames[own.first] == (episode, 0)  # its frames are counted, too
