@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import random
 import signal
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.killing import FORKSERVER, PRELOADED
 from test_cache import cut, keep, segments, total, whole
 
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 
 LIMIT = 40 * CACHE_BLOCK
 HANG = 120  # seconds; only a hang takes so long
-# Each process is forked from one that has imported what they use, which takes longer than what they do.
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["pytest", "dali_stream.storage.cache"])
+FORKSERVER.set_forkserver_preload([*PRELOADED, __name__])
 
 
 @contextmanager
