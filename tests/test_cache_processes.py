@@ -16,26 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.killing import FORKSERVER, PRELOADED
+from support.killing import start
 from test_cache import cut, keep, segments, total, whole
 
 from dali_stream.storage.cache import CACHE_BLOCK, DiskCache
 
 LIMIT = 40 * CACHE_BLOCK
 HANG = 120  # seconds; only a hang takes so long
-FORKSERVER.set_forkserver_preload([*PRELOADED, __name__])
 
 
 @contextmanager
 def processes(count: int, work: Callable[..., None], *arguments: Any) -> Iterator[list[tuple[Any, Connection]]]:
-    """Runs `work(pipe, number, *arguments)` in as many processes; each is dead afterwards."""
-    started = []
-    for number in range(count):
-        ours, theirs = FORKSERVER.Pipe()
-        process = FORKSERVER.Process(target=work, args=(theirs, number, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        started.append((process, ours))
+    """Runs `work(number, *arguments, pipe)` in as many processes; each is dead afterwards."""
+    started = [start(work, number, *arguments) for number in range(count)]
     try:
         yield started
     finally:
@@ -91,7 +84,7 @@ def use(folder: Path, rng: random.Random, rounds: int) -> tuple[int, int]:
     return hits, highest
 
 
-def user(pipe: Connection, number: int, folder: Path) -> None:
+def user(number: int, folder: Path, pipe: Connection) -> None:
     with ThreadPoolExecutor(2) as pool:
         pipe.send(list(pool.map(lambda thread: use(folder, random.Random(10 * number + thread), 150), range(2))))
 
@@ -104,7 +97,7 @@ def test_the_limit_holds_and_every_hit_is_right_with_several_processes(tmp_path:
     assert_in_order(tmp_path)
 
 
-def count_up(pipe: Connection, number: int, folder: Path) -> None:
+def count_up(number: int, folder: Path, pipe: Connection) -> None:
     cache, counter = DiskCache(folder / "cache", None), folder / "counter"
 
     def add(_: int) -> None:
@@ -123,7 +116,7 @@ def test_one_thread_of_one_process_at_a_time_fetches_a_range(tmp_path: Path) -> 
     assert (tmp_path / "counter").read_text() == "120"
 
 
-def hold(pipe: Connection, number: int, folder: Path) -> None:
+def hold(number: int, folder: Path, pipe: Connection) -> None:
     with DiskCache(folder, None).fetching("f", 0, 10):
         pipe.send("held")
         signal.pause()
@@ -193,7 +186,7 @@ def test_other_ranges_do_not_wait(tmp_path: Path) -> None:
         assert pool.submit(fetch).result(HANG) == "in"
 
 
-def write_on(pipe: Connection, number: int, folder: Path) -> None:
+def write_on(number: int, folder: Path, pipe: Connection) -> None:
     rng, cache = random.Random(number), DiskCache(folder, LIMIT)
     while True:
         first = rng.randrange(0, 15)
@@ -232,7 +225,7 @@ def write_twice(folder: Path, step: int) -> None:
         keep(cache, f"{step} {number}", 0, 5)
 
 
-def die_at_each_step(pipe: Connection, number: int, folder: Path) -> None:
+def die_at_each_step(number: int, folder: Path, pipe: Connection) -> None:
     """Lets a child die at the first change of the file system, one at the second, and so on, until one gets through."""
     for step in range(1, 200):
         child = os.fork()

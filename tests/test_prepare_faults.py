@@ -82,7 +82,7 @@ def run_with_kills(
         arguments: The command.
         done: Number of earlier kills, of `KILLS` in total.
         workers: Function that returns the workers of the command.
-        within: Longest time in seconds between the moment when there are workers and a kill.
+        within: Longest time in seconds between finding a worker and a kill.
 
     Returns:
         How many were killed, with the earlier ones.

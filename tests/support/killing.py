@@ -1,4 +1,4 @@
-"""Processes that write a file until they are killed. They are forked from a process that has imported torch already."""
+"""Processes that a test may kill. They are forked from a process that has imported torch already."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-FORKSERVER = multiprocessing.get_context("forkserver")
+_CONTEXT = multiprocessing.get_context("forkserver")
 # All tests of a pytest process share one fork server, which imports these before it forks. They take seconds.
-PRELOADED = ("pytest", "psutil", "dali_stream.loader", "dali_stream.pipeline.producer")
+_PRELOADED = ("pytest", "psutil", "dali_stream.loader", "dali_stream.pipeline.producer")
 
 
 def start(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
     """Start `target(*arguments, pipe)` in a process of its own. Return the process and the other end of the pipe."""
-    FORKSERVER.set_forkserver_preload([*PRELOADED, target.__module__])
-    ours, theirs = FORKSERVER.Pipe(duplex=False)
-    process = FORKSERVER.Process(target=target, args=(*arguments, theirs), daemon=True)
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, target.__module__])
+    ours, theirs = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()
     return process, ours
