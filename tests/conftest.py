@@ -73,6 +73,12 @@ FIRST = (
 )
 
 
+def pytest_configure() -> None:
+    """Handle SIGINT. A shell that starts the tests with `&` ignores it, and programs that they start would, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of cores plus one, since many tests wait for servers and for programs that they start."""
