@@ -45,7 +45,7 @@ PARTS = {  # name of the part: its modules, and its test files
     "cache": (
         ["cache"],
         "slots memory_account reads frame_cache frame_files cache windows open_files loader memory_format row_groups streaming "
-        "stream_faults substitutes own_process",
+        "stream_faults substitutes own_process gpu_cache",
     ),
     "decode": (
         ["decode"],
