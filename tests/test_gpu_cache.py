@@ -113,11 +113,17 @@ def test_a_camera_that_a_dataset_of_a_mixture_lacks_is_black(h264_demo: Path) ->
 
 
 def test_streams_are_waited_for(h264_demo: Path, tmp_path: Path, gpu_machine: GpuMachine) -> None:
-    """Whatever is written on a stream, a substitute included, is complete before another stream reads it."""
+    """Whatever is written on a stream, a substitute included, is complete before another stream reads it.
+
+    Each stream is used while its GPU is the current device.
+    """
+    gpu_machine.has("h100", "h100")
     root = copied(h264_demo, tmp_path)
     damage(root, VIDEO.format(TOP, 0), 24, lambda packet: bytes(4) + packet[4:])
+    options: dict[str, Any] = {"device": "cuda:1", "gpu_cache": "1GiB", "on_error": "substitute"}
     for decode in ("torchcodec-cuda", "torchcodec"):
-        epochs(Dataset(root, episodes=[0, 1]), decode=decode, gpu_cache="1GiB", on_error="substitute")
+        epochs(Dataset(root, episodes=[0, 1]), decode=decode, **options)
+    assert gpu_machine.devices == {"cuda:1"}
     numbers = [Counter(number for what, number, _ in gpu_machine.stream_events if what == each) for each in EVENTS]
     assert numbers[0] == numbers[1]
 

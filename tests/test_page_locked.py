@@ -7,12 +7,18 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.batches import check_identities
+from support.datasets import CAMERAS, TOP, read_lengths
+from support.gpu_machine import GpuMachine
 
+from dali_stream import Dataset, Loader
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.shared_buffers import BorrowedBuffers, LentBuffers
 
@@ -94,3 +100,23 @@ def test_page_locked_arrays_are_reused_when_nobody_uses_them(
     assert buffers.take((2, 3, 4, 3), dtype).ctypes.data == address
     assert asked == [True, True]
     assert set(devices) == {1}
+
+
+@pytest.mark.parametrize("status", [None, 0, 2], ids=["in the process", "own process", "refused"])
+def test_a_gpu_reads_the_memory_of_batches_directly(
+    h264_demo: Path, gpu_machine: GpuMachine, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    """The Loader tells DALI which memory is page-locked. DALI copies other memory once more."""
+    if status:
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: status, cudaError=SimpleNamespace(success=0))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.delenv("DALI_STREAM_IN_PROCESS")
+    options: dict[str, Any] = {"device": "cuda", "decode": "torchcodec", "batch_size": 8, "in_process": status is None}
+    with Loader(Dataset(h264_demo, episodes=[0]), **options) as loader:
+        batches = list(loader)
+    for batch in batches:
+        check_identities(batch, TOP, None, read_lengths(h264_demo))
+    if status:
+        assert not gpu_machine.uploads
+    else:
+        assert len(gpu_machine.uploads) >= len(batches) * len(CAMERAS)

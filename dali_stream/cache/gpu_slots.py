@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,11 +36,10 @@ class GpuSlots(Slots):
     def __init__(self, count: int, shape: tuple[int, int, int], device: str) -> None:
         super().__init__(0, shape)
         size = (count + 1) * math.prod(shape)
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream), self._explained(f"{size} bytes of it cannot be allocated", size // 2):
+        self._device = device
+        with self._explained(f"{size} bytes of it cannot be allocated", size // 2), own_work(device):
             self._on_gpu = torch.empty((count + 1, *shape), dtype=torch.uint8, device=device)
             self._on_gpu[-1] = 0  # slot -1 is a black frame
-        self._stream.synchronize()
 
     @contextlib.contextmanager
     def _explained(self, what: str, less: int) -> Iterator[None]:
@@ -60,9 +60,8 @@ class GpuSlots(Slots):
         if isinstance(frames, torch.Tensor):
             self._write(slots, frames)
         else:
-            with torch.cuda.stream(self._stream), self._explained("frames cannot be uploaded", self._on_gpu.nbytes // 2):
+            with self._explained("frames cannot be uploaded", self._on_gpu.nbytes // 2), own_work(self._device):
                 self._write(slots, torch.from_numpy(frames).to(self._on_gpu.device))
-            self._stream.synchronize()
         for slot in slots if self._errors else ():
             self._errors.pop(slot, None)
 
@@ -71,10 +70,9 @@ class GpuSlots(Slots):
 
     def batch(self, show: Int64, *_: Any) -> torch.Tensor:
         """Return the frames of a batch, a tensor of shape (B, T, height, width, channels) on the GPU. See `Slots.batch`."""
-        with torch.cuda.stream(self._stream), self._explained("a batch cannot be copied", self._on_gpu.nbytes // 2):
+        with self._explained("a batch cannot be copied", self._on_gpu.nbytes // 2), own_work(self._device):
             slots = torch.from_numpy(np.where(show < 0, len(self._on_gpu) - 1, show).reshape(-1)).to(self._on_gpu.device)
             frames = self._on_gpu.index_select(0, slots)
-        self._stream.synchronize()
         return frames.reshape(*show.shape, *self.shape)
 
     def fill(self, *_: Any) -> list[bool]:
@@ -82,14 +80,32 @@ class GpuSlots(Slots):
         raise NotImplementedError
 
     def free(self) -> None:
-        """Free the memory. The slots cannot be used afterwards."""
+        """Free the memory, for NVDEC and other libraries, too. The slots cannot be used afterwards."""
         super().free()
-        self._on_gpu = self._on_gpu.new_empty(0)
+        with own_work(self._device):
+            self._on_gpu = self._on_gpu.new_empty(0)
+            torch.cuda.empty_cache()  # otherwise torch keeps it for tensors on the same stream
 
 
 def copy_sample(frames: torch.Tensor, sample: int, of: int) -> None:
     """Overwrite the frames of a sample with those of another one, in a batch from `GpuSlots`, and wait for it."""
-    stream = torch.cuda.Stream(frames.device)
-    with torch.cuda.stream(stream):
+    with own_work(str(frames.device)):
         frames[sample] = frames[of]
-    stream.synchronize()
+
+
+@contextlib.contextmanager
+def own_work(device: str) -> Iterator[None]:
+    """Context manager that uses a CUDA stream of `GpuSlots` on a GPU, and finally waits for it.
+
+    The GPU is the current device meanwhile. Otherwise, leaving the stream would make a context on device 0.
+    """
+    stream = _stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+@functools.cache
+def _stream(device: str) -> torch.cuda.Stream:
+    """Return the stream. All slots share it: torch has 32 per GPU, and memory that one stream has freed is not for others."""
+    return torch.cuda.Stream(device)

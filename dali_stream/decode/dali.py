@@ -31,10 +31,11 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.system.install import install_command
+from dali_stream.system.shared_memory import block_of
 from dali_stream.system.workers import Workers
 
 try:
-    from nvidia.dali import fn, types
+    from nvidia.dali import fn, tensors, types
     from nvidia.dali.pipeline import OperatorConcurrency, Pipeline, StreamPolicy
 except ImportError as error:
     raise DaliStreamError(
@@ -294,6 +295,19 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     # threads to cores, which are the same cores in every process of a machine.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
+
+
+def page_locked(array: Array, gpu: int) -> tensors.TensorListCPU:
+    """Return the samples of a batch as DALI's input, from `Buffers` for CUDA device `gpu`.
+
+    DALI takes arrays for memory whose pages are not locked, and then copies them to such memory of its own before it uploads
+    them (`ForwardCurrentData` in its `input_operator.cc`).
+    """
+    import torch
+
+    block = block_of(array)
+    with torch.cuda.device(gpu):  # DALI notes the current device as that of the memory
+        return tensors.TensorListCPU(array, is_pinned=block is None or block.is_locked)
 
 
 def encoded(clip: Clip) -> Encoded:

@@ -50,7 +50,7 @@ def own_stream(gpu: int | None) -> Iterator[None]:
         streams = _streams(gpu)
     stream = streams.get()
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(gpu), torch.cuda.stream(stream):  # see `own_work`
             try:
                 yield
             finally:

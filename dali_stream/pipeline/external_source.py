@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from dali_stream.checks.arrays import Array
+from dali_stream.decode import dali
 from dali_stream.pipeline.batch import FinishedBatch, with_time_axis
 from dali_stream.pipeline.layout import Layout
 from dali_stream.pipeline.producer import Producer
@@ -52,15 +52,16 @@ class ExternalSource:
             arrays += [clips, places] if self._config.squeezed(key) else [clips, places, orders]
         return tuple(arrays)
 
-    def frames(self) -> tuple[Array, ...]:
+    def frames(self) -> tuple[Any, ...]:
         """Return the decoded frames of the same batch, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
 
-        Those of depth cameras are distances, float32.
+        Those of depth cameras are distances, float32. A GPU reads page-locked memory without another copy.
 
         This method is an external source of the graph, which reads the memory of the arrays until the run has ended. `batches`
         refers to them as long. The memory is reused once nothing refers to it.
         """
-        return self._frames(self._in_memory)
+        arrays, gpu = self._frames(self._in_memory), self._config.gpu
+        return arrays if gpu is None else tuple(dali.page_locked(array, gpu) for array in arrays)
 
     def gpu_frames(self) -> tuple[Any, ...]:
         """Return the frames of the cameras whose frames are in the GPU's memory, as tensors. See `frames`."""

@@ -45,7 +45,7 @@ class SharedBlock:
         MemoryError: If the memory cannot be mapped.
     """
 
-    _unlock: Callable[[int], Any] | None = None
+    _unlock: Callable[[], None] | None = None
 
     def __init__(self, descriptor: int, size: int, freed: Callable[[], None] | None = None) -> None:
         # All pages are touched here, which takes less time than a page fault for each of them.
@@ -59,21 +59,31 @@ class SharedBlock:
         """Return a contiguous array that begins where this block begins. It refers to the block."""
         return np.asarray(_Interface(self, shape, np.dtype(dtype)))
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether the pages are locked."""
+        return self._unlock is not None
+
     def lock_pages(self, gpu: int) -> None:
         """Lock the pages until the block is unmapped, so that CUDA device `gpu` reads them without a copy by the driver."""
         import torch
 
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(gpu):  # otherwise this makes a context on device 0
-            locked = runtime.cudaHostRegister(self.address, self.size, _PORTABLE) == runtime.cudaError.success
+        runtime, device, address = torch.cuda.cudart(), torch.cuda.device, self.address
+
+        def unlock() -> None:
+            with device(gpu):
+                runtime.cudaHostUnregister(address)
+
+        with device(gpu):  # otherwise both calls make a context on device 0
+            locked = runtime.cudaHostRegister(address, self.size, _PORTABLE) == runtime.cudaError.success
         if locked:
-            self._unlock = runtime.cudaHostUnregister
+            self._unlock = unlock
         else:
             _log.info("CUDA does not lock %d bytes of shared memory, so uploading them takes more CPU time", self.size)
 
     def __del__(self) -> None:
         if self._unlock is not None:
-            self._unlock(self.address)
+            self._unlock()
         if hasattr(self, "_unmap"):  # it was mapped
             self._unmap(self.address, self.size)
             if self._freed is not None:

@@ -49,6 +49,7 @@ class GpuMachine:
         free_bytes: Free memory of each GPU in bytes.
         allocated: Bytes that were allocated on GPUs.
         page_locked: Shapes of the tensors that were made in page-locked memory.
+        uploads: Addresses of the arrays that DALI uploads without a copy to page-locked memory of its own.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path, calls: Path) -> None:
@@ -63,6 +64,7 @@ class GpuMachine:
         self.stream_events: list[tuple[str, int, int]] = []
         self.streams = self.most_streams = self._streams_in_use = 0
         self.free_bytes, self.allocated, self.page_locked = 60 << 30, 0, list[tuple[int, ...]]()
+        self.uploads: list[int] = []
         self._lock = threading.Lock()
         self._add_driver(library)
         self._add_torch()
@@ -130,17 +132,28 @@ class GpuMachine:
     def _add_torch(self) -> None:
         machine = self
 
+        current = threading.local()
+
+        @contextlib.contextmanager
+        def device(gpu: int | str) -> Iterator[None]:
+            before, current.gpu = getattr(current, "gpu", 0), _number(gpu)
+            try:
+                yield
+            finally:
+                current.gpu = before
+
         class Stream:
             def __init__(self, device: str) -> None:
                 with machine._lock:
                     machine.streams += 1
-                    self.number = machine.streams
+                    self.number, self.gpu = machine.streams, _number(device)
 
             def synchronize(self) -> None:
                 machine.stream_events.append(("synchronize", self.number, threading.get_ident()))
 
         @contextlib.contextmanager
         def stream(own: Stream) -> Iterator[None]:
+            assert getattr(current, "gpu", 0) == own.gpu, "torch would make a context on the current device"
             with machine._lock:
                 machine._streams_in_use += 1
                 machine.most_streams = max(machine.most_streams, machine._streams_in_use)
@@ -157,7 +170,7 @@ class GpuMachine:
         )  # fmt: skip
         changes = {
             "is_available": lambda: True, "current_device": lambda: 0, "Stream": Stream, "stream": stream,
-            "mem_get_info": lambda gpu: (60 << 30, 80 << 30), "device": contextlib.nullcontext, "cudart": lambda: runtime,
+            "mem_get_info": lambda gpu: (60 << 30, 80 << 30), "device": device, "cudart": lambda: runtime,
             "current_stream": lambda: SimpleNamespace(cuda_stream=0),
         }  # fmt: skip
         for name, value in changes.items():
@@ -224,11 +237,17 @@ class GpuMachine:
         return delivered.numpy()
 
     def _add_dali(self) -> None:
-        from nvidia.dali import fn
+        from nvidia.dali import fn, tensors
         from nvidia.dali.data_node import DataNode
         from nvidia.dali.pipeline import Pipeline
 
         machine, initialise, decoder, source = self, Pipeline.__init__, fn.decoders.video, fn.external_source
+
+        class TensorListCPU(tensors.TensorListCPU):  # type: ignore[misc]  # DALI has no types
+            def __init__(self, array: Any, *rest: Any, is_pinned: bool = False) -> None:
+                super().__init__(array, *rest)
+                if is_pinned:
+                    machine.uploads.append(array.ctypes.data)
 
         def __init__(self: Pipeline, *arguments: Any, **options: Any) -> None:
             machine.pipelines.append(options)
@@ -240,6 +259,7 @@ class GpuMachine:
             # A function in place of the operator, whose variant for the CPU takes VP8, VP9 and MJPEG only.
             return fn.python_function(clips, frames, function=machine._decode_for_dali, output_layouts="FHWC")
 
+        self._monkeypatch.setattr(tensors, "TensorListCPU", TensorListCPU)
         self._monkeypatch.setattr(Pipeline, "__init__", __init__)
         self._monkeypatch.setattr(DataNode, "gpu", fn.copy)  # uploading copies, too
         self._monkeypatch.setattr(fn.decoders, "video", video)
@@ -248,6 +268,10 @@ class GpuMachine:
             return source(*arguments, **options)
 
         self._monkeypatch.setattr(fn, "external_source", external_source)
+
+
+def _number(device: int | str) -> int:
+    return device if isinstance(device, int) else int(device.partition(":")[2] or 0)
 
 
 def forget_machine() -> None:
