@@ -5,6 +5,8 @@
 
 lockstep         all frames of a Loader for `--seconds`, while some batches are held, others are dropped at once, and the GPU is
                  busy; memory holds few decoded frames, so that their slots are reused. See `tools/selftest/load.py`
+gpu cache        the same for frames that are kept in the GPU's memory, which NVDEC decodes
+upload           the same for frames that the CPU decodes
 two Loaders      two such Loaders at the same time, whose frames are resized
 mixture          a mixture of a dataset in H.264 and one in HEVC
 frame cache      a Loader fills a cache on disk, and a second Loader reads all frames from it
@@ -12,7 +14,7 @@ depth            a colour camera on NVDEC beside a depth camera, which PyAV deco
 in place         `Transformed` on the GPU's batches
 to the CPU       a camera whose last file NVDEC must not decode, so that the CPU continues with it
 
-Except for the first two, a part compares every frame of two epochs with a Loader on the CPU. The datasets are written to a
+Except for the first four, a part compares every frame of two epochs with a Loader on the CPU. The datasets are written to a
 temporary folder. A row has the number of frames, of wrong ones, and the decoders. The row of a part that failed has its error
 instead. `--device cpu` serves only to test this program: torchcodec decodes on the CPU then. The exit code is 1 if a frame is
 wrong or a part failed.
@@ -46,7 +48,7 @@ from dali_stream.tools.selftest import load
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 OPEN_GOPS = Codec("libx264", None, "veryfast", {"x264-params": "keyint={gop}:open-gop=1:bframes=1:b-adapt=0"})
-EPOCHS, BATCH_SIZE = 2, 32
+EPOCHS, BATCH_SIZE, SMALL = 2, 32, (224, 224)
 Row = dict[str, Any]
 
 
@@ -82,13 +84,20 @@ class Parts:
         self._folder, self._arguments = folder, arguments
         self._nvdec = "torchcodec" if arguments.gpu is None else "torchcodec-cuda"
 
-    def lockstep(self, image_size: tuple[int, int] | None = None) -> Row:
+    def lockstep(self, image_size: tuple[int, int] | None = None, **options: Any) -> Row:
         root, device = self._written("h264"), self._arguments.device
-        return load.lockstep(str(root), device, self._arguments.seconds, image_size, self._nvdec)
+        return load.lockstep(str(root), device, self._arguments.seconds, image_size, **{"decode": self._nvdec} | options)
+
+    def gpu_cache(self, **options: Any) -> Row:
+        room = None if self._arguments.gpu is None else "128MiB"  # slots are reused
+        return self.lockstep(SMALL, gpu_cache=room, **options)
+
+    def upload(self) -> Row:
+        return self.gpu_cache(decode="torchcodec")
 
     def two_loaders(self) -> Row:
         with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(self.lockstep, [(224, 224)] * 2)
+            first, second = pool.map(self.lockstep, [SMALL] * 2)
         return first | {key: first[key] + second[key] for key in ("frames", "wrong", "route_changes")}
 
     def mixture(self) -> Row:
@@ -134,6 +143,8 @@ class Parts:
 
 PARTS: dict[str, Callable[[Parts], Row]] = {  # most important first
     "lockstep": Parts.lockstep,
+    "gpu cache": Parts.gpu_cache,
+    "upload": Parts.upload,
     "two Loaders": Parts.two_loaders,
     "mixture": Parts.mixture,
     "frame cache": Parts.frame_cache,

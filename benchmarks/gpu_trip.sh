@@ -14,14 +14,14 @@
 #
 # The parts run in order of importance, each with a report of its name in OUT, and their output goes to log.txt:
 #   doctor     what driver, GPU and decoders there are; in log.txt only
-#   features   frames of Loaders on NVDEC, compared with the CPU's: lockstep, two Loaders, a mixture, the frame cache, ...
+#   features   frames of Loaders on NVDEC, compared with the CPU's: lockstep, gpu_cache, two Loaders, a mixture, ...
 #   decoders   torchcodec on NVDEC with 1, 16 and 64 frames per clip, and with one keyframe mark per clip or all of them
 #   loaders    first and later epochs with NVDEC, with the CPU and with "auto", for all datasets
 #   gpu_cache  the same for Loaders that keep decoded frames in the GPU's memory
 #   lerobot    steps per second of ACT with a Loader, with its first batch again and again, and with LeRobot's DataLoader
 #   threads    first and later epochs on NVDEC with 7 to 32 decode threads, and with batches of 8
 #   memory     epochs on NVDEC and on the CPU that decode again what memory does not hold
-#   selftest   DALI's decoder and torchcodec's, in the time that is left
+#   selftest   DALI's decoder and torchcodec's, in the time that is left, if any
 # If a part fails, crashes or hangs, the other parts still run. If the script is ended, it ends its current part. The exit code
 # is 1 if a part failed.
 #
@@ -110,8 +110,8 @@ act=(--cores 16 --steps 40)
 [[ $device != cpu ]] || act=(--cores 2 --steps 8 --batch-size 2)
 
 part doctor 30 "$python" -m dali_stream doctor
-part features 110 "$python" "$root/benchmarks/gpu_features.py" --device "$device" --size "$size" --episodes 3 \
-    --seconds 8 --out "$out/features.json"
+part features 120 "$python" "$root/benchmarks/gpu_features.py" --device "$device" --size "$size" --episodes 3 \
+    --seconds 6 --out "$out/features.json"
 part decoders 60 "$python" "$root/benchmarks/nvdec_decoders.py" --device "$device" --size "$size" --codec h264 hevc \
     --seconds 0.5 --out "$out/decoders.json"
 read -ra recordings <<<"${DATA:-}"

@@ -329,12 +329,12 @@ def test_features_beside_nvdec_are_compared_with_the_cpu(tmp_path: Path, run_her
         "benchmarks/gpu_features.py", "--device", "cpu", "--size", "120x160", "--episodes", 1, "--seconds", 0.1, "--out", out
     )
     report = json.loads(out.read_text())
-    parts = ["lockstep", "two Loaders", "mixture", "frame cache", "depth", "in place", "to the CPU"]
+    parts = ["lockstep", "gpu cache", "upload", "two Loaders", "mixture", "frame cache", "depth", "in place", "to the CPU"]
     assert [row["part"] for row in report["rows"]] == parts
     for row in report["rows"]:
         assert row.get("failed") is None
         assert row["wrong"] == 0 < row["frames"]
-    assert report["rows"][4]["routes"]["observation.images.side"] == "pyav"
+    assert report["rows"][6]["routes"]["observation.images.side"] == "pyav"
 
 
 @pytest.mark.slow
