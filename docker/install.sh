@@ -99,33 +99,46 @@ pip_install() {
     "${command[@]}" "$@"
 }
 
-# Prints the addresses in pip's settings as options of uv, which does not read those settings.
+# Prints pip's settings as options of uv, which does not read those settings. Those of `pip install` override the global ones,
+# and those in the environment override both.
 uv_options() {
-    "$venv/bin/python" - <<'PY'
+    PIP_VERBOSE=0 "$venv/bin/python" - <<'PY'
 import ast, subprocess, sys
-options = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
+options = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links", "constraint": "-c"}
 listed = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True)
+settings = {}
 for line in listed.splitlines():
     key, _, value = line.partition("=")
-    name, words = key.rpartition(".")[2], ast.literal_eval(value).split()
-    if name == "no-index" and words[0] in ("1", "true", "yes", "on"):
+    settings[key] = ast.literal_eval(value)
+for name in (*options, "no-index"):
+    found = [settings[key] for kind in (":env:", "install", "global") if (key := f"{kind}.{name}") in settings]
+    words = found[0].split() if found else []
+    if name == "no-index" and words and words[0].lower() in ("1", "true", "yes", "on"):
         print("--no-index")
     for word in words if name in options else ():
-        print(options[name] + "=" + word)
+        print(options[name], word, sep="\n")
 PY
 }
 
-# Installs what is needed for development: with uv in a tenth of the time that pip takes, or with pip if uv fails.
-develop_install() {
+uv_install() {
     local command=("$venv/bin/uv" pip install --python "$venv/bin/python" --system-certs --index-strategy unsafe-best-match)
-    local found options
+    [[ -t 1 ]] || command+=(--quiet)
+    [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] || command+=(--compile-bytecode) # see `pip_install`
+    "${command[@]}" ${uv_settings[@]+"${uv_settings[@]}"} "$@"
+}
+
+# Installs what is needed for development, with an extra of the package. uv takes a tenth of the time that pip takes. If it
+# fails, pip installs.
+develop_install() {
+    local uv_settings=() found package="${root}[$extra,$1]"
     if { [[ -x $venv/bin/uv ]] || pip_install uv -c "$constraints"; } && found=$(uv_options); then
-        read -ra options <<<"${found//$'\n'/ }"
-        [[ -t 1 ]] || command+=(--quiet)
-        "${command[@]}" ${options[@]+"${options[@]}"} "$@" && return
+        [[ -z $found ]] || mapfile -t uv_settings <<<"$found"
+        install_torch uv_install && uv_install -e "$package" -c "$constraints" && return
+        # A package may be incomplete, which pip would not notice.
+        "$python" -m venv --clear "$venv" && echo unfinished >"$state"
     fi
     say "uv failed; installing with pip"
-    pip_install "$@"
+    install_torch pip_install && pip_install -e "$package" -c "$constraints"
 }
 
 # Removes the environment. Fails if the folder is not an environment.
@@ -209,8 +222,8 @@ install_packages() {
     case $mode in
         dependencies) install_dependencies || return ;;
         package) install_dependencies && install_package || return ;;
-        develop) install_torch develop_install && develop_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
-        develop-all) install_torch develop_install && develop_install -e "${root}[$extra,dev-all]" -c "$constraints" || return ;;
+        develop) develop_install dev || return ;;
+        develop-all) develop_install dev-all || return ;;
     esac
     "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }

@@ -87,6 +87,40 @@ assert "torch._dynamo" in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+WITHOUT_TORCHCODEC = """
+import json, os, sys
+from dali_stream import DaliStreamError, Loader
+
+def error(**options):
+    "Return the error of a Loader, and whether it comes before the first batch is requested."
+    made = False
+    try:
+        with Loader(sys.argv[-1], batch_size=2, **options) as loader:
+            made = True
+            next(iter(loader))
+    except DaliStreamError as error:
+        return type(error).__name__, str(error), not made
+
+print(json.dumps([os.getpid(), error(), error(dali_graph=lambda nodes: nodes), error(in_process=True)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_torchcodec_that_cannot_be_loaded(small: Path, tmp_path: Path) -> None:
+    """The error arrives as it is, from the only process that needs torchcodec, without an attempt in this one."""
+    code = "import os; print(os.getpid(), file=open(f'{__path__[0]}/imported', 'a')); raise ImportError('undefined symbol')"
+    (tmp_path / "torchcodec").mkdir()
+    (tmp_path / "torchcodec/__init__.py").write_text(code)
+    [number, *errors], err = run([sys.executable, "-c", WITHOUT_TORCHCODEC, small], PYTHONPATH=f"{tmp_path}:{PACKAGE}")
+    assert err == ""
+    for name, text, _ in errors:
+        assert name == "TorchcodecError"
+        assert text.startswith("torchcodec cannot be loaded (undefined symbol). ")
+    assert [at_once for *_, at_once in errors] == [False, False, True]
+    numbers = list(map(int, (tmp_path / "torchcodec/imported").read_text().split()))
+    assert numbers.count(number) == numbers[2:].count(number) > 0
+
+
 @pytest.mark.slow
 def test_from_a_script_that_finds_the_package_itself(small: Path, tmp_path: Path) -> None:
     """The interpreter is isolated, so neither the environment nor the folder of the script is searched.

@@ -82,7 +82,7 @@ class GpuSlots(Slots):
     def free(self) -> None:
         """Free the memory, for NVDEC and other libraries, too. The slots cannot be used afterwards."""
         super().free()
-        with own_work(self._device):
+        with contextlib.suppress(RuntimeError), own_work(self._device):  # each call fails after an error of the GPU
             self._on_gpu = self._on_gpu.new_empty(0)
             torch.cuda.empty_cache()  # otherwise torch keeps it for tensors on the same stream
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali
 from dali_stream.pipeline.batch import FinishedBatch, with_time_axis
 from dali_stream.pipeline.layout import Layout
-from dali_stream.pipeline.producer import Producer
 from dali_stream.pipeline.producer_process import ProducerProcess
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.producer import Producer
 
 
 class ExternalSource:

@@ -150,6 +150,8 @@ class BatchSource:
         self._child: Child | None = None  # process for the next stream
         if own_process:
             self._start_process()
+        else:
+            import dali_stream.pipeline.producer  # noqa: F401  # so that an error of torchcodec comes at once
 
     def next(self, config: Config, epoch: int, position: int) -> Batch:
         """Return the next batch.

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dali_stream.errors import prefixed
+from dali_stream.errors import DaliStreamError, prefixed
 from dali_stream.observe import waiting
 from dali_stream.system.torchcodec_import import compile_nothing
 
@@ -441,6 +441,8 @@ def serve(descriptor: int, main: str, parent: int) -> None:
         compile_nothing()
         try:
             run = getattr(importlib.import_module(module), function)
+        except DaliStreamError:  # such as a torchcodec that cannot be loaded, here or there
+            raise
         except Exception as error:
             raise CannotStart(f"{module} cannot be imported there ({type(error).__name__}: {error})") from error
         run(connection)

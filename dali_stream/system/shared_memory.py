@@ -68,11 +68,12 @@ class SharedBlock:
         """Lock the pages until the block is unmapped, so that CUDA device `gpu` reads them without a copy by the driver."""
         import torch
 
-        runtime, device, address = torch.cuda.cudart(), torch.cuda.device, self.address
+        runtime, device, address, owner = torch.cuda.cudart(), torch.cuda.device, self.address, os.getpid()
 
         def unlock() -> None:
-            with device(gpu):
-                runtime.cudaHostUnregister(address)
+            if os.getpid() == owner:  # a forked process cannot use CUDA
+                with device(gpu):
+                    runtime.cudaHostUnregister(address)
 
         with device(gpu):  # otherwise both calls make a context on device 0
             locked = runtime.cudaHostRegister(address, self.size, _PORTABLE) == runtime.cudaError.success
