@@ -297,11 +297,11 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
-def page_locked(array: Array, gpu: int) -> tensors.TensorListCPU:
-    """Return the samples of a batch as DALI's input, from `Buffers` for CUDA device `gpu`.
+def as_input(array: Array, gpu: int) -> tensors.TensorListCPU:
+    """Return an array of `Buffers` for CUDA device `gpu`, shape (B, ...), as an input that DALI uploads directly.
 
-    DALI takes arrays for memory whose pages are not locked, and then copies them to such memory of its own before it uploads
-    them (`ForwardCurrentData` in its `input_operator.cc`).
+    DALI assumes that the pages of an array are not locked, and copies it to locked pages of its own before it uploads it
+    (`ForwardCurrentData` in its `input_operator.cc`).
     """
     import torch
 

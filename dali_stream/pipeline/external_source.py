@@ -63,7 +63,7 @@ class ExternalSource:
         refers to them as long. The memory is reused once nothing refers to it.
         """
         arrays, gpu = self._frames(self._in_memory), self._config.gpu
-        return arrays if gpu is None else tuple(dali.page_locked(array, gpu) for array in arrays)
+        return arrays if gpu is None else tuple(dali.as_input(array, gpu) for array in arrays)
 
     def gpu_frames(self) -> tuple[Any, ...]:
         """Return the frames of the cameras whose frames are in the GPU's memory, as tensors. See `frames`."""
