@@ -1,4 +1,4 @@
-"""Memory of batches for a GPU: page-locked while it is mapped, and reused only when nobody uses it. CUDA is a stand-in."""
+"""Memory of batches for a GPU: page-locked while it is mapped, and reused only when nobody uses it. CUDA is replaced."""
 
 from __future__ import annotations
 

@@ -93,16 +93,22 @@ def copy_sample(frames: torch.Tensor, sample: int, of: int) -> None:
         frames[sample] = frames[of]
 
 
-@contextlib.contextmanager
-def own_work(device: str) -> Iterator[None]:
-    """Context manager that uses a CUDA stream of `GpuSlots` on a GPU, and finally waits for it.
+def own_work(device: str) -> contextlib.AbstractContextManager[None]:
+    """Return the context manager `on_stream` for the stream of all slots on a GPU."""
+    return on_stream(_stream(device))
 
-    The GPU is the current device meanwhile. Otherwise, leaving the stream would make a context on device 0.
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Context manager that uses a CUDA stream, and finally waits for it.
+
+    Its GPU is the current device meanwhile. Otherwise, leaving the stream would make a context on device 0.
     """
-    stream = _stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dali_stream.cache.gpu_slots import on_stream
 from dali_stream.decode.capability import SESSIONS_PER_ENGINE, engines
 from dali_stream.system.torchcodec_import import NVDEC_REMEDY, explained_import, refusal_on_nvdec
 
@@ -50,11 +51,8 @@ def own_stream(gpu: int | None) -> Iterator[None]:
         streams = _streams(gpu)
     stream = streams.get()
     try:
-        with torch.cuda.device(gpu), torch.cuda.stream(stream):  # see `own_work`
-            try:
-                yield
-            finally:
-                stream.synchronize()
+        with on_stream(stream):
+            yield
     finally:
         streams.put(stream)
 

@@ -52,14 +52,14 @@ class ChildEnded(Exception):
 
 
 class ChildTraceback(Exception):
-    """Cause of an error that was raised in another process. The message is its traceback there."""
+    """Cause of an error that was raised in another process. The message is its traceback in that process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class _Hello(NamedTuple):
-    """First message of the process: the version and the path of this package there."""
+    """First message of the process: the version and the path of the package that it has imported."""
 
     version: str
     path: str

@@ -146,14 +146,14 @@ class GpuMachine:
             def __init__(self, device: str) -> None:
                 with machine._lock:
                     machine.streams += 1
-                    self.number, self.gpu = machine.streams, _number(device)
+                    self.number, self.device = machine.streams, device
 
             def synchronize(self) -> None:
                 machine.stream_events.append(("synchronize", self.number, threading.get_ident()))
 
         @contextlib.contextmanager
         def stream(own: Stream) -> Iterator[None]:
-            assert getattr(current, "gpu", 0) == own.gpu, "torch would make a context on the current device"
+            assert getattr(current, "gpu", 0) == _number(own.device), "torch would make a context on the current device"
             with machine._lock:
                 machine._streams_in_use += 1
                 machine.most_streams = max(machine.most_streams, machine._streams_in_use)
